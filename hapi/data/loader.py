@@ -1,0 +1,431 @@
+"""Arrays, Dataset, DataLoader, iterable -> one loader: an iterator of this rank's raw batches per epoch.
+
+A raw batch is what the data gives (a tensor, nested tuples, a dict); ``data/batch.py`` turns it into forward
+arguments and labels. A rank without rows in a global batch gets ``None``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from hapi.data.sampler import BatchPlan, OrderedBatches, epoch_order, fold
+from hapi.errors import add_note
+
+__all__ = ["GatherLoader", "Loader", "MapLoader", "StreamLoader", "is_arrays", "map_tree", "tree_rows"]
+
+
+class Loader(ABC):
+    """What the loop iterates.
+
+    Attributes:
+        batches: Global batches per epoch; None where unknown.
+        samples: Rows per epoch over all ranks; None where unknown.
+    """
+
+    batches: int | None = None
+    samples: int | None = None
+
+    def rows(self, index: int) -> int | None:
+        """Rows of global batch ``index`` over all ranks, known without reading it; None where unknown."""
+        return None
+
+    @abstractmethod
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """This rank's raw batches of an epoch, from global batch ``start`` on; None for a part without rows."""
+
+    def close(self) -> None:
+        """End worker processes."""
+
+
+class _PlannedLoader(Loader):
+    """Rows with an index: order from (seed, epoch), cut by a plan."""
+
+    def __init__(self, plan: BatchPlan, *, shuffle: bool, seed: int) -> None:
+        self.plan = plan
+        self.shuffle = shuffle
+        self.seed = seed
+        self.batches = plan.batches
+        self.samples = plan.served
+
+    def rows(self, index: int) -> int | None:
+        return self.plan.rows(index)
+
+    def order(self, epoch: int) -> Tensor | None:
+        return epoch_order(self.plan.samples, seed=self.seed, epoch=epoch) if self.shuffle else None
+
+
+class GatherLoader(_PlannedLoader):
+    """In-memory data: a whole batch is one gather.
+
+    Args:
+        gather: Takes an int64 index tensor or a slice, returns the batch.
+        plan: How the epoch is cut.
+        shuffle: Whether an epoch's order is shuffled.
+        seed: Of the order.
+    """
+
+    def __init__(
+        self, gather: Callable[[Tensor | slice], Any], plan: BatchPlan, *, shuffle: bool, seed: int
+    ) -> None:
+        super().__init__(plan, shuffle=shuffle, seed=seed)
+        self.gather = gather
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        order, gather, local = self.order(epoch), self.gather, self.plan.local
+        for index in range(start, self.plan.batches):
+            first, last = local(index)
+            if first == last:
+                yield None
+            else:
+                yield gather(slice(first, last) if order is None else order[first:last])
+
+
+class MapLoader(_PlannedLoader):
+    """A map-style Dataset, read sample by sample (or by ``__getitems__``), with or without workers.
+
+    Args:
+        dataset: The dataset.
+        plan: How the epoch is cut.
+        shuffle: Whether an epoch's order is shuffled.
+        seed: Of the order and of the workers' own generators.
+        num_workers: Reader processes; they are kept over the epochs.
+        pin_memory: Page-locked batches, for copies to a GPU that do not block.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        plan: BatchPlan,
+        *,
+        shuffle: bool,
+        seed: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(plan, shuffle=shuffle, seed=seed)
+        self.named = NamedSamples(dataset, plan.rank)
+        self.sampler = OrderedBatches(plan)
+        self.torch_loader: DataLoader[Any] | None = None
+        if num_workers:
+            # Its own generator: iter(DataLoader) draws the workers' base seed, by default from the global one.
+            self.generator = torch.Generator()
+            self.torch_loader = DataLoader(
+                self.named,
+                batch_sampler=self.sampler,
+                num_workers=num_workers,
+                collate_fn=collate,
+                pin_memory=pin_memory,
+                persistent_workers=True,
+                generator=self.generator,
+            )
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        sampler = self.sampler
+        sampler.order, sampler.start = self.order(epoch), start
+        batches: Iterator[Any]
+        if self.torch_loader is None:
+            named = self.named
+            batches = (collate(named.__getitems__(indices)) for indices in sampler)
+        else:
+            self.generator.manual_seed(fold(self.seed, epoch, 1))
+            batches = iter(self.torch_loader)
+        for index in range(start, self.plan.batches):
+            first, last = self.plan.local(index)
+            yield None if first == last else next(batches)
+
+    def close(self) -> None:
+        self.torch_loader = None
+
+
+class StreamLoader(Loader):
+    """Batches as somebody else makes them: a DataLoader, a list of batches, a generator.
+
+    Args:
+        source: Iterated once per epoch.
+        name: What to call it in messages.
+    """
+
+    def __init__(self, source: Iterable[Any], name: str) -> None:
+        self.source = source
+        self.name = name
+        self.one_shot = iter(source) is source if isinstance(source, Iterator) else False
+        self.spent = False
+        try:
+            self.batches = len(source)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            self.batches = None
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        if self.spent:
+            warnings.warn(
+                f"{self.name} is a one-shot iterator and was used up by an earlier epoch: this epoch has no "
+                "batches. Give a list, a DataLoader, or an object whose __iter__ starts anew.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.spent = self.one_shot
+        for sampler in (getattr(self.source, "sampler", None), getattr(self.source, "batch_sampler", None)):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
+        return self._read(start)
+
+    def _read(self, start: int) -> Iterator[Any]:
+        count = 0
+        try:
+            for count, batch in enumerate(self.source, 1):  # noqa: B007  # the count is for the message
+                if count > start:
+                    yield batch
+        except Exception as exc:
+            add_note(exc, f"while reading batch {count} of {self.name}")
+            raise
+
+
+class NamedSamples(Dataset[Any]):
+    """A dataset whose failing sample says its index, dataset and rank. Asked for a whole batch at once."""
+
+    def __init__(self, dataset: Any, rank: int) -> None:
+        self.dataset = dataset
+        self.rank = rank
+        # torch's Dataset base has __getitems__ commented out, so having the attribute means having it.
+        self.batched = callable(getattr(dataset, "__getitems__", None))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        if self.batched:
+            try:
+                return self.dataset.__getitems__(indices)
+            except Exception as exc:
+                add_note(exc, f"while reading samples {_short(indices)} of {self._where()}")
+                raise
+        samples = []
+        dataset = self.dataset
+        for index in indices:
+            try:
+                samples.append(dataset[index])
+            except Exception as exc:
+                add_note(exc, f"while reading sample {index} of {self._where()}")
+                raise
+        return samples
+
+    def _where(self) -> str:
+        return f"{type(self.dataset).__name__} (rank {self.rank})"
+
+
+def collate(samples: Any) -> Any:
+    """A list of samples -> a batch by torch's rules; anything else is taken to be a batch already."""
+    if not isinstance(samples, list):
+        return samples
+    try:
+        return default_collate(samples)
+    except Exception as exc:
+        add_note(exc, f"while putting {len(samples)} samples into one batch; the first is {describe(samples[0])}")
+        raise
+
+
+def describe(tree: Any) -> str:
+    """Types and shapes of a sample or batch, for messages: ``(float32[3, 4], int64[3])``."""
+    if isinstance(tree, Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
+    if isinstance(tree, np.ndarray):
+        return f"{tree.dtype}{list(tree.shape)}"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key!r}: {describe(value)}" for key, value in tree.items()) + "}"
+    if isinstance(tree, (tuple, list)):
+        shown = ", ".join(describe(value) for value in tree[:6]) + (", ..." if len(tree) > 6 else "")
+        return f"({shown})" if isinstance(tree, tuple) else f"[{shown}]"
+    return type(tree).__name__
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether this is in-memory data: a tensor or array, or a tuple or dict of them (nested as you like).
+
+    A *list* at the top is a list of batches, not arrays.
+    """
+    return not isinstance(data, list) and _all_arrays(data)
+
+
+def _all_arrays(tree: Any) -> bool:
+    if isinstance(tree, (Tensor, np.ndarray)):
+        return True
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    return isinstance(tree, (tuple, list)) and bool(tree) and all(map(_all_arrays, tree))
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply to every leaf of nested tuples, lists and dicts."""
+    if isinstance(tree, Mapping):
+        return {key: map_tree(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tree(function, value) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tree(function, value) for value in tree)
+    return function(tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of nested tuples, lists and dicts, depth first."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+def tree_rows(tree: Any, what: str) -> int:
+    """The common first dimension of all arrays; ValueError where they differ."""
+    lengths = [len(leaf) if leaf.ndim else None for leaf in leaves(tree)]
+    if None in lengths:
+        raise ValueError(f"{what} holds an array without dimensions: {describe(tree)}")
+    if len(set(lengths)) != 1:
+        raise ValueError(f"the arrays of {what} have different lengths: {describe(tree)}")
+    return int(lengths[0])  # type: ignore[arg-type]
+
+
+def arrays_gather(tree: Any) -> Callable[[Tensor | slice], Any]:
+    """The gather function of a tree of tensors. Flat tuples, the common case, get a function without recursion."""
+    if isinstance(tree, tuple) and all(isinstance(leaf, Tensor) for leaf in tree):
+
+        def gather_flat(index: Tensor | slice) -> tuple[Tensor, ...]:
+            if isinstance(index, slice):
+                return tuple([leaf[index] for leaf in tree])
+            return tuple([leaf.index_select(0, index) for leaf in tree])
+
+        return gather_flat
+
+    def gather(index: Tensor | slice) -> Any:
+        if isinstance(index, slice):
+            return map_tree(lambda leaf: leaf[index], tree)
+        return map_tree(lambda leaf: leaf.index_select(0, index), tree)
+
+    return gather
+
+
+def dataset_gather(dataset: Any) -> Callable[[Tensor | slice], Any] | None:
+    """The gather function of a dataset that lies in memory, or None.
+
+    A TensorDataset, a dataset with a ``gather(index)`` method (hapi.datasets), or a Subset of one.
+    """
+    if type(dataset) is TensorDataset:
+        if any(leaf.device.type != "cpu" for leaf in dataset.tensors):
+            return None
+        return arrays_gather(tuple(dataset.tensors))
+    if callable(getattr(dataset, "gather", None)):
+        gather: Callable[[Tensor | slice], Any] = dataset.gather
+        return gather
+    if type(dataset) is Subset:
+        inner = dataset_gather(dataset.dataset)
+        if inner is None:
+            return None
+        chosen = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
+        return lambda index: inner(chosen[index])
+    return None
+
+
+class ShardedStream(IterableDataset[Any]):
+    """An IterableDataset cut by (rank, worker): of the stream, this process keeps every n-th sample.
+
+    The dataset is shown one worker only while it starts, so that one that splits itself by worker does not split
+    twice. A dataset that shards itself over ranks *and* workers says so with a true attribute ``sharded``.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], rank: int, world: int) -> None:
+        self.dataset = dataset
+        self.rank = rank
+        self.world = world
+
+    def __iter__(self) -> Iterator[Any]:
+        position = 0
+        shard, shards = self._shard()
+        stream = self._named(shards)
+        if shards == 1:
+            yield from stream
+            return
+        for position, sample in enumerate(stream):
+            if position % shards == shard:
+                yield sample
+
+    def _shard(self) -> tuple[int, int]:
+        info = torch.utils.data.get_worker_info()
+        workers, worker = (info.num_workers, info.id) if info else (1, 0)
+        if getattr(self.dataset, "sharded", False):
+            return 0, 1
+        return worker * self.world + self.rank, workers * self.world
+
+    def _named(self, shards: int) -> Iterator[Any]:
+        count = 0
+        worker_module: Any = torch.utils.data._utils.worker
+        info = worker_module._worker_info
+        try:
+            if shards > 1:
+                worker_module._worker_info = None
+            stream = iter(self.dataset)
+            while True:
+                try:
+                    if shards > 1:
+                        worker_module._worker_info = None
+                    sample = next(stream)
+                except StopIteration:
+                    return
+                finally:
+                    worker_module._worker_info = info
+                count += 1
+                yield sample
+        except Exception as exc:
+            add_note(exc, f"while reading sample {count} of {type(self.dataset).__name__} (rank {self.rank})")
+            raise
+        finally:
+            worker_module._worker_info = info
+
+
+def stream_loader(
+    dataset: IterableDataset[Any],
+    *,
+    batch_size: int,
+    drop_last: bool,
+    num_workers: int,
+    pin_memory: bool,
+    seed: int,
+    rank: int,
+    world: int,
+) -> StreamLoader:
+    """An IterableDataset as a loader; ``batch_size`` is this rank's."""
+    loader: DataLoader[Any] = DataLoader(
+        ShardedStream(dataset, rank, world),
+        batch_size=batch_size,
+        drop_last=drop_last,
+        num_workers=num_workers,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+        generator=torch.Generator().manual_seed(fold(seed, 1)),
+    )
+    return StreamLoader(_Unsized(loader), type(dataset).__name__)
+
+
+class _Unsized(Iterable[Any]):
+    """Hides a length that a sharded stream's DataLoader would get wrong."""
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+
+def _short(indices: Sequence[int]) -> str:
+    shown = ", ".join(map(str, indices[:8]))
+    return f"[{shown}, ... {len(indices)} in all]" if len(indices) > 8 else f"[{shown}]"

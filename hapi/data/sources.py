@@ -1,0 +1,155 @@
+"""What users give as data -> a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from hapi.data.loader import (
+    GatherLoader,
+    Loader,
+    MapLoader,
+    StreamLoader,
+    arrays_gather,
+    dataset_gather,
+    describe,
+    is_arrays,
+    map_tree,
+    stream_loader,
+    tree_rows,
+)
+from hapi.data.sampler import BatchPlan
+from hapi.data.shard import shard_dataloader, shard_iterable
+from hapi.distributed.environment import Environment
+
+__all__ = ["open_data", "split_arrays"]
+
+ACCEPTED = (
+    "tensors or numpy arrays (x, y), a dict of them, a Dataset, a DataLoader, or an iterable of batches "
+    "(a list is a list of batches)"
+)
+
+
+def open_data(
+    data: Any,
+    what: str,
+    env: Environment,
+    *,
+    batch: int,
+    shuffle: bool,
+    drop_last: bool,
+    num_workers: int,
+    seed: int,
+    float_dtype: torch.dtype,
+    pin_memory: bool = False,
+) -> Loader:
+    """Make the loader of ``data``.
+
+    Args:
+        data: See :data:`ACCEPTED`.
+        what: What to call it in messages: ``"fit: train_data"``.
+        env: This process's place.
+        batch: Rows of a global batch, where hapi forms the batches.
+        shuffle: Shuffle, where hapi makes the order.
+        drop_last: Leave out a last short batch, where hapi forms the batches.
+        num_workers: Reader processes, where hapi reads samples.
+        seed: Of the order.
+        float_dtype: What float64 numpy arrays become.
+        pin_memory: Page-locked batches.
+
+    Raises:
+        TypeError: The data is none of the accepted kinds.
+        ValueError: It is empty, or its arrays differ in length.
+    """
+
+    def plan(samples: int) -> BatchPlan:
+        if samples == 0:
+            raise ValueError(f"{what} is empty")
+        made = BatchPlan(samples, batch, env.rank, env.world, drop_last)
+        if made.batches == 0:
+            raise ValueError(
+                f"{what} has {samples} samples, fewer than one batch of {batch}, and drop_last=True leaves none"
+            )
+        return made
+
+    if is_arrays(data):
+        tensors = map_tree(lambda leaf: to_tensor(leaf, float_dtype), data)
+        rows = tree_rows(data, what)
+        return GatherLoader(arrays_gather(tensors), plan(rows), shuffle=shuffle, seed=seed)
+    if isinstance(data, DataLoader):
+        if env.world > 1:
+            return shard_dataloader(data, what, env)
+        return StreamLoader(_nonempty(data, what), "the DataLoader")
+    if isinstance(data, IterableDataset):
+        return stream_loader(
+            data,
+            batch_size=-(-batch // env.world),
+            drop_last=drop_last,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            seed=seed,
+            rank=env.rank,
+            world=env.world,
+        )
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (list, str, bytes)):
+        gather = dataset_gather(data)
+        if gather is not None:
+            return GatherLoader(gather, plan(len(data)), shuffle=shuffle, seed=seed)
+        return MapLoader(
+            data,
+            plan(len(data)),
+            shuffle=shuffle,
+            seed=seed,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+        )
+    if isinstance(data, Iterable) and not isinstance(data, (str, bytes)):
+        if env.world > 1:
+            return shard_iterable(data, env)
+        return StreamLoader(_nonempty(data, what), f"the {type(data).__name__} of batches")
+    raise TypeError(f"{what} is {describe(data)}; accepted: {ACCEPTED}")
+
+
+def _nonempty(data: Any, what: str) -> Any:
+    try:
+        empty = len(data) == 0
+    except (TypeError, NotImplementedError):
+        return data
+    if empty:
+        raise ValueError(f"{what} is empty")
+    return data
+
+
+def to_tensor(leaf: Tensor | np.ndarray[Any, Any], float_dtype: torch.dtype) -> Tensor:
+    """A host tensor; float64 numpy data, numpy's default, becomes what the network computes in."""
+    if isinstance(leaf, Tensor):
+        return leaf
+    if leaf.dtype == object or leaf.dtype.kind in "USmM":
+        raise TypeError(f"an array of dtype {leaf.dtype} cannot become a tensor")
+    if not leaf.flags.writeable or any(stride < 0 for stride in leaf.strides):
+        leaf = leaf.copy()
+    tensor = torch.from_numpy(np.ascontiguousarray(leaf) if not leaf.dtype.isnative else leaf)
+    return tensor.to(float_dtype) if tensor.dtype == torch.float64 else tensor
+
+
+def split_arrays(data: Any, fraction: float, what: str) -> tuple[Any, Any]:
+    """The first rows for training and the last ``fraction`` of them for evaluation.
+
+    Raises:
+        TypeError: The data is not arrays.
+        ValueError: The fraction is out of range, or leaves one side without rows.
+    """
+    if not is_arrays(data):
+        raise TypeError(f"validation_split works on tensors and arrays; {what} is {describe(data)}. Give eval_data")
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
+        raise ValueError(f"fit: validation_split must lie between 0 and 1, not {fraction!r}")
+    rows = tree_rows(data, what)
+    kept = rows - int(rows * fraction)
+    if kept in (0, rows):
+        raise ValueError(f"fit: validation_split={fraction} of {rows} rows leaves one side empty")
+    return map_tree(lambda leaf: leaf[:kept], data), map_tree(lambda leaf: leaf[kept:], data)

@@ -1,0 +1,79 @@
+"""Data parallelism: every rank has the whole net, gradients are averaged in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hapi.distributed.environment import Environment
+from hapi.distributed.strategy import Strategy
+
+__all__ = ["DataParallelStrategy"]
+
+
+class DataParallelStrategy(Strategy):
+    """torch's DistributedDataParallel.
+
+    Args:
+        env: This process's place in the group.
+        find_unused_parameters: For nets whose forward leaves parameters out; slower.
+        bucket_cap_mb: Size of the buckets in which gradients are exchanged.
+        gradient_as_bucket_view: Let gradients be views of the buckets: one copy and its memory less.
+        static_graph: The same parameters are used in the same order in every step.
+    """
+
+    def __init__(
+        self,
+        env: Environment | None = None,
+        *,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float = 25,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        super().__init__(env or Environment())
+        self.options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+
+    def setup(
+        self, network: nn.Module, optimizer: Optimizer | None
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Wrap the network; rank 0's weights and buffers reach all ranks."""
+        if self.env.world == 1 or not any(p.requires_grad for p in network.parameters()):
+            return network, optimizer
+        device = self.env.device
+        ids = [device.index] if device is not None and device.type == "cuda" else None
+        module = DistributedDataParallel(
+            network, device_ids=ids, process_group=self.env.group, broadcast_buffers=False, **self.options
+        )
+        return module, optimizer
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """DDP's: gradients stay on the rank."""
+        inner = getattr(module, "_orig_mod", module)
+        context: AbstractContextManager[Any] = inner.no_sync()
+        return context
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average one flat buffer over the ranks; a rank without gradients adds zeros."""
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+        )
+        dist.all_reduce(flat, group=self.env.group)
+        flat /= self.env.world
+        start = 0
+        for parameter in parameters:
+            size = parameter.numel()
+            parameter.grad = flat[start : start + size].view_as(parameter).clone()
+            start += size

@@ -1,0 +1,349 @@
+"""Files: weights in ``<prefix>.pt``, what training needs beside them in ``<prefix>.state.pt``.
+
+A checkpoint appears at once. Both files are written under temporary names and flushed; renaming the state file,
+which carries the hash of its weights, is the commit point; the weights follow. A crash before that leaves the old
+pair whole; a crash between the two renames is finished by the next load or save.
+
+Nothing in a file is executed: they are read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = [
+    "CheckpointError",
+    "OptimizerPart",
+    "fit_optimizer",
+    "load_network",
+    "optimizer_state",
+    "prefix_of",
+    "read_state",
+    "read_weights",
+    "remove",
+    "write",
+]
+
+FORMAT = 1
+_OWN_SUFFIXES = (".state.pt", ".pt")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint file that cannot be used; the message names it and says why."""
+
+
+def prefix_of(path: str | os.PathLike[str], *, where: str) -> Path:
+    """The prefix that ``path`` means: without hapi's own suffixes; other dots belong to the name.
+
+    Raises:
+        ValueError: The path is empty or ends with a separator.
+    """
+    text = os.fspath(path)
+    if not text or text.endswith(("/", os.sep)):
+        raise ValueError(f"{where}: path={text!r} names a folder; give a file prefix such as 'output/lenet'")
+    for suffix in _OWN_SUFFIXES:
+        if text.endswith(suffix) and len(os.path.basename(text)) > len(suffix):
+            text = text[: -len(suffix)]
+            break
+    if os.path.basename(text) in (".", ".."):
+        raise ValueError(f"{where}: path={os.fspath(path)!r} names a folder; give a file prefix")
+    return Path(text)
+
+
+def _weights_file(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".pt")
+
+
+def _state_file(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".state.pt")
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write(prefix: Path, weights: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
+    """Write a checkpoint; see the module's text for what a crash leaves.
+
+    Args:
+        prefix: Path without suffix; its folder is created.
+        weights: The network's state dict.
+        state: What training needs besides; None writes weights alone and removes an older state file.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written. The previous checkpoint is whole.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    weights_file, state_file = _weights_file(prefix), _state_file(prefix)
+    _finish_rename(prefix)
+    temporary = [_temporary(weights_file), _temporary(state_file)]
+    try:
+        _save(dict(weights), temporary[0])
+        if state is None:
+            os.replace(temporary[0], weights_file)
+            state_file.unlink(missing_ok=True)
+        else:
+            _save({"format": FORMAT, "weights_sha256": _sha256(temporary[0]), **state}, temporary[1])
+            os.replace(temporary[1], state_file)  # the commit point
+            os.replace(temporary[0], weights_file)
+        _sync_folder(prefix.parent)
+    except BaseException:
+        for path in temporary:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _save(value: Any, path: Path) -> None:
+    try:
+        with open(path, "wb") as file:
+            torch.save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as exc:
+        # torch's zip writer reports a short write as a RuntimeError without a reason.
+        if isinstance(exc, OSError) and exc.errno is not None:
+            reason = exc.strerror
+        else:
+            reason = str(exc).splitlines()[0]
+        raise OSError(
+            getattr(exc, "errno", None) or 0,
+            f"cannot write {path}: {reason} (is the disk full?); the previous checkpoint, if any, is whole",
+        ) from exc
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames durable. Not every platform can open a folder."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _finish_rename(prefix: Path) -> None:
+    """After a crash between the two renames: the committed state file waits for its weights."""
+    pending, state_file = _temporary(_weights_file(prefix)), _state_file(prefix)
+    if pending.exists() and state_file.exists():
+        try:
+            wanted = _read(state_file).get("weights_sha256")
+        except CheckpointError:
+            return
+        if wanted == _sha256(pending):
+            os.replace(pending, _weights_file(prefix))
+
+
+def remove(prefix: Path) -> None:
+    """Delete a checkpoint's files."""
+    _state_file(prefix).unlink(missing_ok=True)
+    _weights_file(prefix).unlink(missing_ok=True)
+
+
+def read_weights(prefix: Path, given: Path | None = None) -> dict[str, Any]:
+    """The weights at ``prefix``: tensors by name.
+
+    Args:
+        prefix: Path without suffix.
+        given: The path as the user gave it: a file that exists as it is wins (a plain state dict saved by torch
+            under any name).
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointError: The file is damaged, or holds something else.
+    """
+    _finish_rename(prefix)
+    path = _weights_file(prefix)
+    if given is not None and not path.is_file() and given.is_file():
+        path = given
+    if not path.is_file():
+        near = sorted(p.name for p in prefix.parent.glob("*.pt") if not p.name.startswith("."))[:8]
+        have = f"; the folder has {near}" if near else ""
+        raise FileNotFoundError(f"load: no weights at {path}{have}")
+    weights = _read(path)
+    if not all(isinstance(key, str) for key in weights):
+        raise CheckpointError(f"{path} does not hold a state dict (its keys are not names)")
+    return weights
+
+
+def read_state(prefix: Path) -> dict[str, Any] | None:
+    """The training state beside the weights; None where there is none.
+
+    Raises:
+        CheckpointError: The file is damaged, from a newer hapi, or belongs to other weights.
+    """
+    path = _state_file(prefix)
+    if not path.is_file():
+        return None
+    state = _read(path)
+    if not isinstance(state.get("format"), int):
+        raise CheckpointError(f"{path} is not a training state of hapi (it has no format number)")
+    if state["format"] > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {state['format']}; this hapi reads up to {FORMAT}. Use a newer hapi"
+        )
+    if state.get("weights_sha256") != _sha256(_weights_file(prefix)):
+        raise CheckpointError(
+            f"{path} belongs to other weights than {_weights_file(prefix).name}. "
+            "Load the weights alone with load(path, reset_optimizer=True)"
+        )
+    return state
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} is damaged: it is empty")
+    if not zipfile.is_zipfile(path):
+        # torch has written zip archives since 1.6; what is none is cut off, foreign, or a bare pickle.
+        raise CheckpointError(f"{path} is damaged or no torch file; nothing of it was executed")
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as exc:  # whatever a damaged archive makes torch's readers raise
+        reason = "nothing of it was executed" if isinstance(exc, pickle.UnpicklingError) else str(exc).splitlines()[0]
+        forbidden = re.search(r"GLOBAL ([\w.]+)", str(exc))
+        what = f"; it asks for {forbidden.group(1)!r}" if forbidden else ""
+        raise CheckpointError(f"{path} is damaged or unsafe: {reason}{what}") from exc
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a state dict, but {type(value).__name__}")
+    return value
+
+
+def load_network(
+    network: nn.Module, weights: Mapping[str, Any], *, skip_mismatch: bool, source: str
+) -> tuple[list[str], list[str], list[str]]:
+    """Copy weights into the network.
+
+    Args:
+        network: What to fill.
+        weights: Tensors by name.
+        skip_mismatch: Leave out what is missing or has another shape, instead of raising.
+        source: The file, for messages.
+
+    Returns:
+        Missing, mismatched and unexpected names.
+
+    Raises:
+        ValueError: A name is missing or has another shape (without ``skip_mismatch``). Nothing has been changed.
+    """
+    own = network.state_dict()
+    missing = [name for name in own if name not in weights]
+    unexpected = [name for name in weights if name not in own]
+    mismatched = [
+        name
+        for name, value in own.items()
+        if name in weights and isinstance(value, torch.Tensor) and _shape(weights[name]) != tuple(value.shape)
+    ]
+    if (missing or mismatched) and not skip_mismatch:
+        shapes = [f"{n}: file {_shape(weights[n])}, network {tuple(own[n].shape)}" for n in mismatched]
+        parts = [
+            f"{what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+            for what, names in (("missing", missing), ("other shape", shapes), ("unexpected", unexpected))
+            if names
+        ]
+        raise ValueError(f"load: {source} does not fit {type(network).__name__}. " + "; ".join(parts))
+    chosen = {name: weights[name] for name in own if name in weights and name not in mismatched}
+    network.load_state_dict(chosen, strict=False)
+    return missing, mismatched, unexpected
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+class OptimizerPart:
+    """An optimizer as part of a checkpoint: its state by parameter name.
+
+    Args:
+        optimizer: The optimizer.
+        names: Of the network's parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+        self.optimizer = optimizer
+        self.names = names
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :func:`optimizer_state`."""
+        return optimizer_state(self.optimizer, self.names)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """By name; raises ValueError where it does not fit."""
+        self.optimizer.load_state_dict(self.fitted(state_dict))
+
+    def fitted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """See :func:`fit_optimizer`."""
+        return fit_optimizer(self.optimizer, state_dict, self.names)
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """An optimizer's state keyed by the parameters' names in the network, not by their position.
+
+    Args:
+        optimizer: Any torch optimizer.
+        names: The network's parameters.
+    """
+    packed = optimizer.state_dict()
+    own = _names_in_order(optimizer, names)
+    return {
+        "kind": type(optimizer).__name__,
+        "state": {own[index]: value for index, value in packed["state"].items()},
+        "groups": [
+            {**group, "params": [own[index] for index in group["params"]]} for group in packed["param_groups"]
+        ],
+    }
+
+
+def fit_optimizer(
+    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]
+) -> dict[str, Any]:
+    """:func:`optimizer_state` as this optimizer's ``load_state_dict`` takes it. Changes nothing.
+
+    Raises:
+        ValueError: The file is of another kind of optimizer, or its parameters are not this one's.
+    """
+    alone = "Load the weights alone with load(path, reset_optimizer=True)"
+    if saved["kind"] != type(optimizer).__name__:
+        raise ValueError(
+            f"load: the file holds the state of {saved['kind']}, the model has {type(optimizer).__name__}. {alone}"
+        )
+    own = _names_in_order(optimizer, names)
+    index_of = {name: index for index, name in enumerate(own)}
+    unknown = sorted({name for group in saved["groups"] for name in group["params"]} ^ set(own))
+    if unknown or len(saved["groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"load: the optimizer in the file has other parameters: {unknown[:8] or 'grouped differently'}. {alone}"
+        )
+    # torch matches groups by position; take each group's own order, so that a reordered net still fits.
+    groups = []
+    current = optimizer.state_dict()["param_groups"]
+    for group, mine in zip(saved["groups"], current, strict=True):
+        if {index_of[name] for name in group["params"]} != set(mine["params"]):
+            raise ValueError(f"load: the optimizer in the file groups its parameters differently. {alone}")
+        groups.append({**group, "params": mine["params"]})
+    state = {index_of[name]: value for name, value in saved["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+def _names_in_order(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    return [names.get(parameter, f"#{index}") for index, parameter in enumerate(ordered)]

@@ -1,0 +1,440 @@
+"""The loops, read top to bottom. The only writer of Progress."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hapi.data.batch import Batch
+from hapi.data.loader import Loader, map_tree
+from hapi.distributed.collectives import all_gather_objects, all_reduce, barrier, broadcast_object
+from hapi.engine import checkpoint
+from hapi.engine.hooks import Hooks, fire
+from hapi.engine.loss import Count, LossFunction
+from hapi.engine.state import Logs, Run
+from hapi.engine.step import EvalStep, PredictStep, TrainStep
+from hapi.errors import add_note
+
+__all__ = ["Feed", "as_arrays", "evaluate_loop", "evaluating", "fit_loop", "guarded", "predict_loop"]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """A phase's data: the loader, and how its raw batches become :class:`Batch`."""
+
+    loader: Loader
+    split: Callable[[Any], Batch]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One batch of a step.
+
+    Attributes:
+        batch: This rank's rows; None where it has none.
+        totals: The weight of each loss term over the whole step and all ranks; None where the batch is the step.
+        last: Whether the step's update follows.
+        rows: Rows over all ranks.
+        everyone: Whether every rank has rows.
+    """
+
+    batch: Batch | None
+    totals: Sequence[Count] | None
+    last: bool
+    rows: int
+    everyone: bool = True
+
+
+def fit_loop(
+    run: Run,
+    feed: Feed,
+    step: TrainStep,
+    hooks: Hooks,
+    loss: LossFunction,
+    evaluate: Callable[[], Logs] | None,
+) -> None:
+    """Train. ``evaluate`` runs one evaluation and returns its logs."""
+    progress, control, config = run.progress, run.control, run.config
+    last_step = None if config.num_iters is None else progress.global_step + config.num_iters
+    logs: Logs = {}
+    failed = False
+    try:
+        hooks.call("on_train_begin", {})
+        _carry_out(run, hooks)
+        for epoch in itertools.count(progress.epoch - progress.first_epoch):
+            if control.stop or (config.epochs is not None and epoch >= config.epochs):
+                break
+            step.clear()
+            _enter_training(run.network)
+            hooks.call("on_epoch_begin", epoch, {})
+            _agree(run)
+            _train_epoch(run, feed, step, hooks, loss, last_step)
+            logs = dict(run.logs)
+            ending = bool(control.stop) or epoch + 1 == config.epochs
+            if evaluate is not None and (ending or (epoch + 1) % config.eval_freq == 0):
+                logs.update({f"eval_{name}": value for name, value in evaluate().items() if name != "samples"})
+            _step_epoch_scheduler(run, logs)
+            hooks.call("on_epoch_end", epoch, logs)
+            progress.epoch += 1
+            progress.batch_in_epoch = 0
+            _agree(run)
+            _carry_out(run, hooks)
+    except BaseException as exc:
+        failed = True
+        _report(hooks, exc)
+        _end_quietly(hooks, "on_train_end", exc)
+        raise
+    finally:
+        step.clear()
+        if not failed:
+            hooks.finish("on_train_end", logs)
+            _agree(run)
+            _carry_out(run, hooks)
+
+
+def _train_epoch(
+    run: Run, feed: Feed, step: TrainStep, hooks: Hooks, loss: LossFunction, last_step: int | None
+) -> None:
+    progress, control, meters, scheduler = run.progress, run.control, run.meters, run.scheduler
+    by_step = scheduler is not None and run.config.scheduler_interval == "step"
+    begin, end = hooks.of("on_train_batch_begin"), hooks.of("on_train_batch_end")
+    log_freqs = (run.config.log_freq, *hooks.log_freqs) if "on_train_batch_end" in hooks.listens else ()
+    micro, update, total = step.micro, step.update, feed.loader.batches
+    index = progress.batch_in_epoch
+    read_at = -1
+    meters.reset()
+    run.logs = {}
+    for share in _shares(run, feed, loss):
+        if begin:
+            fire(begin, index, {})
+        if share.batch is not None and share.everyone:
+            micro(share.batch, share.totals, share.last)
+        else:
+            _uneven(run, share, step)
+        index += 1
+        progress.batch_in_epoch = index
+        progress.samples += share.rows
+        stepped = share.last and update()
+        progress.global_step += stepped
+        at_log_point = index == total or any(index % freq == 0 for freq in log_freqs)
+        if at_log_point and log_freqs:
+            run.logs = {**meters.read(), "lr": _learning_rate(run)}
+            read_at = index
+        if end:
+            logs = {"step": index, "batch_size": share.rows}
+            if read_at == index:
+                logs.update(run.logs)
+            fire(end, index - 1, logs)
+        if stepped and by_step:
+            scheduler.step()
+        if read_at == index:
+            _agree(run)
+        if control.requests and run.env.world == 1:
+            _carry_out(run, hooks)
+        elif read_at == index:
+            _carry_out(run, hooks)
+        if stepped and progress.global_step == last_step:
+            control.request_stop("num_iters")
+        if control.stop and (run.env.world == 1 or read_at == index or control.stop == "num_iters"):
+            break
+    if index == 0:
+        raise ValueError("fit: the training data has no batches")
+    if read_at != index:
+        run.logs = {**meters.read(), "lr": _learning_rate(run)}
+
+
+def _shares(run: Run, feed: Feed, loss: LossFunction) -> Iterator[Share]:
+    """Cut the epoch into optimizer steps, and tell each batch the weight of its whole step."""
+    size, env, loader, split = run.config.accumulate, run.env, feed.loader, feed.split
+    start = run.progress.batch_in_epoch
+    raws = loader.epoch(run.progress.epoch, start)
+    if size == 1 and env.world == 1:
+        for raw in raws:
+            batch = split(raw)
+            yield Share(batch, None, True, batch.rows)
+        return
+    batches = (None if raw is None else split(raw) for raw in raws)
+    first = list(itertools.islice(batches, 1))
+    # Whether weights lie in the labels shows in their shape and dtype; a rank without rows asks the others.
+    counted = any(batch is not None and loss.counted(batch) for batch in first)
+    counted = any(all_gather_objects(counted, group=env.group))
+    batches = itertools.chain(first, batches)
+    if loader.rows(0) is not None and not counted:
+        yield from _planned_shares(batches, loader, start, size, len(loss.terms), env.world)
+    else:
+        yield from _weighed_shares(run, batches, loader, start, loss, counted)
+
+
+def _planned_shares(
+    batches: Iterator[Batch | None], loader: Loader, start: int, size: int, terms: int, world: int
+) -> Iterator[Share]:
+    """The host knows every batch's rows, so nothing is read ahead and nothing is communicated."""
+    assert loader.batches is not None
+    rows = [loader.rows(i) or 0 for i in range(loader.batches)]
+    for index, batch in enumerate(batches, start):
+        begin = index - index % size
+        total = sum(rows[begin : begin + size])
+        last = (index + 1) % size == 0 or index + 1 == loader.batches
+        yield Share(batch, [total] * terms, last, rows[index], rows[index] >= world)
+
+
+def _weighed_shares(
+    run: Run, batches: Iterator[Batch | None], loader: Loader, start: int, loss: LossFunction, counted: bool
+) -> Iterator[Share]:
+    """Weights lie in the labels, or lengths are unknown: read one step ahead, and add up over the ranks."""
+    size, world = run.config.accumulate, run.env.world
+    index = start
+    while True:
+        window = list(itertools.islice(batches, size))
+        window += [None] * (size - len(window))
+        totals, rows, having = _weigh(run, window, loss, counted)
+        if loader.batches is not None and loader.rows(0) is not None:
+            ahead = range(index, min(index + size, loader.batches))
+            rows = [loader.rows(i) or 0 for i in ahead]
+            having = [min(count, world) for count in rows]
+        length = sum(count > 0 for count in having)
+        if length == 0:
+            return
+        for i in range(length):
+            yield Share(window[i], totals, i + 1 == length, rows[i], having[i] == world)
+        index += length
+
+
+def _weigh(
+    run: Run, window: Sequence[Batch | None], loss: LossFunction, counted: bool
+) -> tuple[list[Count], list[int], list[int]]:
+    """Over all ranks: the weight of each loss term in the window, and per batch its rows and ranks with rows."""
+    counts = [[0] * len(loss.terms) if batch is None else loss.counts(batch) for batch in window]
+    rows = [0 if batch is None else batch.rows for batch in window]
+    having = [int(batch is not None) for batch in window]
+    totals: list[Count] = [sum(column[1:], start=column[0]) for column in zip(*counts, strict=True)]
+    if run.env.world == 1:
+        return totals, rows, having
+    head = torch.tensor([*rows, *having], dtype=torch.float64)
+    table = torch.cat([head.to(run.meters.device), torch.stack([_as_float64(t, run.meters.device) for t in totals])])
+    all_reduce(table, group=run.env.group)
+    if counted:
+        totals = list(table[len(head) :].float())
+    host = table.tolist()
+    if not counted:
+        totals = [int(value) for value in host[len(head) :]]
+    return totals, [int(v) for v in host[: len(window)]], [int(v) for v in host[len(window) : len(head)]]
+
+
+def _as_float64(value: Count, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=device)
+
+
+def _uneven(run: Run, share: Share, step: TrainStep) -> None:
+    """Some rank has no rows: those that have keep their gradients, and one exchange by hand follows."""
+    if share.batch is not None:
+        step.micro(share.batch, share.totals, False)
+    if share.last:
+        assert run.optimizer is not None
+        run.strategy.reduce_gradients([p for group in run.optimizer.param_groups for p in group["params"]])
+
+
+def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters: int | None = None) -> Logs:
+    """Evaluate on this rank's rows; the meters are reduced once, at the end. Returns the values and ``samples``."""
+    meters, loader = run.meters, feed.loader
+    total = loader.batches if num_iters is None or loader.batches is None else min(loader.batches, num_iters)
+    begin, end = hooks.of("on_eval_batch_begin"), hooks.of("on_eval_batch_end")
+    log_freqs = (run.config.log_freq, *hooks.log_freqs) if "on_eval_batch_end" in hooks.listens else ()
+    meters.reset()
+    with evaluating(run.network):
+        hooks.call("on_eval_begin", {"steps": total, "metrics": meters.names})
+        for index, raw in enumerate(itertools.islice(loader.epoch(0), num_iters), 1):
+            if begin:
+                fire(begin, index - 1, {})
+            rows = loader.rows(index - 1)
+            if raw is not None:
+                batch = feed.split(raw)
+                rows = batch.rows if rows is None else rows
+                step(batch)
+            if not log_freqs:
+                continue
+            logs: Logs = {"step": index, "batch_size": rows}
+            # An unknown length can differ between ranks, so nothing may be reduced on the way.
+            known = loader.rows(0) is not None or run.env.world == 1
+            if known and index != total and any(index % freq == 0 for freq in log_freqs):
+                logs.update(meters.read())
+            if end:
+                fire(end, index - 1, logs)
+        logs = meters.read()
+        logs["samples"] = meters.total_rows
+        if not logs["samples"]:
+            raise ValueError("evaluate: the data has no batches")
+        hooks.call("on_eval_end", logs)
+    return logs
+
+
+def predict_loop(
+    run: Run, feed: Feed, step: PredictStep, hooks: Hooks, *, keep: bool, num_iters: int | None = None
+) -> list[list[np.ndarray[Any, Any]]]:
+    """Predict. Returns a list per batch of the arrays of its outputs, in the data's order, on every rank."""
+    loader, env = feed.loader, run.env
+    listens = "on_predict_batch_end" in hooks.listens
+    begin, end = hooks.of("on_predict_batch_begin"), hooks.of("on_predict_batch_end")
+    known = loader.rows(0) is not None
+    kept: list[Any] = []
+    samples = 0
+    with evaluating(run.network):
+        hooks.call("on_predict_begin", {"steps": loader.batches})
+        for index, raw in enumerate(itertools.islice(loader.epoch(0), num_iters), 1):
+            if begin:
+                fire(begin, index - 1, {})
+            outputs = None
+            rows = 0
+            if raw is not None:
+                batch = feed.split(raw)
+                outputs, rows = as_arrays(step(batch)), batch.rows
+            if listens and known and env.world > 1:
+                # A callback wants the whole batch now; otherwise everything is gathered once, at the end.
+                outputs = _joined(all_gather_objects(outputs, group=env.group))
+                rows = loader.rows(index - 1) or 0
+            samples += rows
+            if keep:
+                kept.append(outputs)
+            if end:
+                fire(end, index - 1, {"step": index, "batch_size": rows, "outputs": outputs})
+        if env.world > 1 and not (listens and known):
+            samples = sum(all_gather_objects(samples, group=env.group))
+            if keep:
+                parts = all_gather_objects(kept, group=env.group)
+                if known:
+                    kept = [_joined(list(batch)) for batch in zip(*parts, strict=True)]
+                else:
+                    # Whole batches were dealt out in turn.
+                    dealt = itertools.chain.from_iterable(itertools.zip_longest(*parts))
+                    kept = [outputs for outputs in dealt if outputs is not None]
+        hooks.call("on_predict_end", {"samples": samples})
+    return kept
+
+
+def _joined(parts: Sequence[list[np.ndarray[Any, Any]] | None]) -> list[np.ndarray[Any, Any]]:
+    """One batch's outputs from the ranks' parts of it."""
+    present = [part for part in parts if part is not None]
+    return [np.concatenate(arrays) if len(arrays) > 1 else arrays[0] for arrays in zip(*present, strict=True)]
+
+
+def as_arrays(outputs: Any) -> list[np.ndarray[Any, Any]]:
+    """A batch's outputs as host arrays, in order."""
+    values = outputs.values() if hasattr(outputs, "values") and not isinstance(outputs, Tensor) else outputs
+    if isinstance(values, Tensor):
+        values = (values,)
+    # numpy has no bfloat16.
+    return [
+        (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu().numpy()
+        for value in values
+        if isinstance(value, Tensor)
+    ]
+
+
+def _learning_rate(run: Run) -> float:
+    assert run.optimizer is not None
+    return float(run.optimizer.param_groups[0]["lr"])
+
+
+def _step_epoch_scheduler(run: Run, logs: Logs) -> None:
+    scheduler = run.scheduler
+    if scheduler is None or run.config.scheduler_interval != "epoch":
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(logs.get("eval_loss", logs["loss"]))
+    else:
+        scheduler.step()
+
+
+def _agree(run: Run) -> None:
+    """Rank 0 decides, every rank obeys: stop, requests and learning rates. Every rank calls it at the same places."""
+    if run.env.world == 1:
+        return
+    control, optimizer = run.control, run.optimizer
+    rates = [float(group["lr"]) for group in optimizer.param_groups] if optimizer else []
+    stop, requests, decided = broadcast_object((control.stop, control.requests, rates), group=run.env.group)
+    control.stop, control.requests = stop, list(requests)
+    if optimizer and decided != rates:
+        for group, rate in zip(optimizer.param_groups, decided, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def _carry_out(run: Run, hooks: Hooks) -> None:
+    """Do what callbacks asked for."""
+    requests, run.control.requests = run.control.requests, []
+    for request in requests:
+        if request.action == "save":
+            prefix = Path(request.path).absolute()
+            weights = run.strategy.full_state(run.network)
+            if run.env.rank == 0:
+                state = {name: part.state_dict() for name, part in run.parts.items()}
+                checkpoint.write(prefix, weights, state)
+                for old in request.remove:
+                    checkpoint.remove(Path(old).absolute())
+            barrier(group=run.env.group)
+            hooks.call("on_save", str(prefix), {})
+        elif request.action == "keep":
+            run.kept = map_tree(_host_copy, run.strategy.full_state(run.network))
+        elif run.kept is not None:
+            run.network.load_state_dict(run.kept)
+
+
+def _host_copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _report(hooks: Hooks, exc: BaseException) -> None:
+    _quietly(lambda: hooks.finish("on_exception", exc), exc)
+
+
+def _end_quietly(hooks: Hooks, name: str, exc: BaseException) -> None:
+    _quietly(lambda: hooks.finish(name, {}), exc)
+
+
+def _quietly(action: Callable[[], None], exc: BaseException) -> None:
+    """Clean up after ``exc``: what fails on the way is noted on it, and does not hide it."""
+    try:
+        action()
+    except Exception as second:
+        add_note(exc, f"and, while cleaning up: {type(second).__name__}: {second}")
+
+
+@contextmanager
+def guarded(hooks: Hooks, end: str) -> Iterator[None]:
+    """Around a standalone evaluation or prediction: callbacks hear of a failure, and end all the same."""
+    try:
+        yield
+    except BaseException as exc:
+        _report(hooks, exc)
+        _end_quietly(hooks, end, exc)
+        raise
+
+
+def _enter_training(network: nn.Module) -> None:
+    """Training mode, without touching sub-modules that the user froze with ``eval()`` in a network that trains."""
+    if not network.training:
+        network.train()
+
+
+@contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every sub-module's own mode is back."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

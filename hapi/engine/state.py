@@ -1,0 +1,138 @@
+"""What a run is, and who may write it.
+
+=========== ============================================= ==========================================
+type        written by                                    read by
+=========== ============================================= ==========================================
+Progress    engine/loop.py and checkpoint load, only      callbacks, the sampler
+Control     callbacks on rank 0, signal handlers          the loop, at agreement points
+Run         model.py builds it; the loop fills ``logs``   the loop, ``callback.run``
+=========== ============================================= ==========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from hapi.distributed.environment import Environment
+    from hapi.distributed.strategy import Strategy
+    from hapi.engine.config import FitConfig
+    from hapi.engine.meters import Meters
+
+__all__ = ["Control", "Logs", "Progress", "Request", "Run", "Stateful"]
+
+Logs = dict[str, Any]
+"""What a hook receives: floats by name (a numpy array where a metric's result is one)."""
+
+
+class Stateful(Protocol):
+    """Anything that a checkpoint can hold: tensors and plain containers out, the same back in."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as tensors and plain containers."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take the state back."""
+        ...
+
+
+@dataclass
+class Progress:
+    """Where a model's training stands, counted over its whole life (all calls of ``fit``).
+
+    Attributes:
+        epoch: Epochs finished; the index of the epoch in progress.
+        first_epoch: ``epoch`` when the current ``fit`` began, so that ``epoch - first_epoch`` is its own count.
+        batch_in_epoch: Batches (forwards) finished in the epoch in progress.
+        global_step: Optimizer updates done. The x axis of every curve.
+        samples: Training samples seen, over all ranks.
+    """
+
+    epoch: int = 0
+    first_epoch: int = 0
+    batch_in_epoch: int = 0
+    global_step: int = 0
+    samples: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters as a plain dict."""
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the counters from :meth:`state_dict`."""
+        for name in asdict(self):
+            setattr(self, name, int(state_dict[name]))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Something that a callback asks the engine to do on every rank at the next agreement point.
+
+    Attributes:
+        action: ``"save"`` writes a checkpoint at ``path``; ``"keep"`` copies the weights to host memory;
+            ``"restore"`` puts the kept weights back.
+        path: For ``save``: the prefix of the files.
+        remove: For ``save``: prefixes of older checkpoints, deleted once the new one is whole.
+    """
+
+    action: Literal["save", "keep", "restore"]
+    path: str = ""
+    remove: tuple[str, ...] = ()
+
+
+@dataclass
+class Control:
+    """What callbacks decided. The loop carries it out and, on several ranks, tells the others."""
+
+    stop: str | None = None
+    requests: list[Request] = field(default_factory=list)
+
+    def request_stop(self, reason: str) -> None:
+        """End training at the next batch. The first reason is kept."""
+        if self.stop is None:
+            self.stop = reason
+
+    def request_save(self, path: str, remove: tuple[str, ...] = ()) -> None:
+        """Write a checkpoint at ``path`` once the current hooks are through; see :class:`Request`."""
+        self.requests.append(Request("save", path, remove))
+
+    def request_keep_weights(self) -> None:
+        """Keep a copy of the current weights in host memory (one copy; a later one replaces it)."""
+        self.requests.append(Request("keep"))
+
+    def request_restore_weights(self) -> None:
+        """Put the weights kept last back into the network."""
+        self.requests.append(Request("restore"))
+
+
+@dataclass
+class Run:
+    """One call of ``fit``, ``evaluate`` or ``predict``: everything the loop needs, resolved.
+
+    Attributes:
+        network: What the user gave; checkpoint keys come from it.
+        module: What the step calls: ``network`` itself, or its data-parallel wrapper.
+        parts: *Is* the checkpoint: to save a new thing, add it here.
+        logs: The latest training values of the epoch in progress (floats by name).
+        kept: Weights that a callback asked to keep, in host memory.
+    """
+
+    network: nn.Module
+    module: nn.Module
+    optimizer: Optimizer | None
+    scheduler: Any
+    strategy: Strategy
+    env: Environment
+    config: FitConfig
+    progress: Progress
+    control: Control
+    meters: Meters
+    parts: dict[str, Stateful]
+    logs: Logs = field(default_factory=dict)
+    kept: dict[str, Any] | None = None

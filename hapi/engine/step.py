@@ -1,0 +1,270 @@
+"""Options in, closures out: everything that can be decided is decided here, once, before the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hapi.data.batch import Batch
+from hapi.engine.config import FitConfig, Precision
+from hapi.engine.loss import Count, LossFunction, normalize_outputs
+from hapi.engine.master import MasterWeights
+from hapi.engine.meters import Meters
+from hapi.errors import add_note
+
+__all__ = ["EvalStep", "PredictStep", "TrainStep", "autocast", "build_eval_step", "build_train_step"]
+
+Parts = Sequence[tuple[Tensor, Count]]
+EvalStep = Callable[[Batch], tuple[Any, Parts]]
+PredictStep = Callable[[Batch], Any]
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """The two halves of training.
+
+    Attributes:
+        micro: Forward, loss and backward of one batch; adds to the meters. Arguments: the batch; the weight of
+            each loss term over the whole optimizer step (None: this batch is the whole step); whether this is
+            the batch at which gradients are exchanged. Returns the outputs and the loss parts.
+        update: Clip, step, clear. Returns whether parameters changed (False: a skipped fp16 step).
+        clear: Drop gradients.
+    """
+
+    micro: Callable[[Batch, Sequence[Count] | None, bool], tuple[Any, Parts]]
+    update: Callable[[], bool]
+    clear: Callable[[], None]
+
+
+def autocast(device: torch.device, precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
+    """A factory of the context that forward and loss run in."""
+    if precision.dtype is None:
+        return nullcontext
+    kind, dtype = device.type, precision.dtype
+    return lambda: torch.autocast(kind, dtype)
+
+
+def build_train_step(
+    module: nn.Module,
+    optimizer: Optimizer,
+    loss: LossFunction,
+    meters: Meters,
+    config: FitConfig,
+    device: torch.device,
+    *,
+    world: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    masters: MasterWeights | None = None,
+    no_sync: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+) -> TrainStep:
+    """Build the training step.
+
+    Args:
+        module: What to call.
+        optimizer: What to step.
+        loss: What to minimise.
+        meters: What to add to.
+        config: Clipping and precision.
+        device: Where the module is.
+        world: Ranks over which the strategy averages gradients.
+        scaler: For fp16.
+        masters: For level O2.
+        no_sync: The strategy's, where there is one.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    every_parameter = list({id(p): p for p in [*parameters, *module.parameters()]}.values())
+    cast = autocast(device, config.precision)
+    casts = config.precision.dtype is not None
+    means, totals_of, scales = loss.means, loss.totals, loss.scales
+    sums = [term.is_sum for term in loss.terms]
+    plain = len(sums) == 1 and scales[0] == 1.0
+    add_losses, add_metrics = meters.add_losses, meters.add_metrics
+    watched = bool(meters.metrics)
+
+    def whole(parts: Parts) -> Tensor:
+        """The objective of a batch that is the whole step: the loss as the user defined it."""
+        if plain:
+            return parts[0][0]
+        return _add([value if scale == 1.0 else value * scale for (value, _), scale in zip(parts, scales, strict=True)])
+
+    def share(parts: Parts, totals: Sequence[Count], as_means: bool) -> Tensor:
+        """This batch's share of the objective of the step, times ``world``, since gradients are averaged."""
+        shares = []
+        for (value, count), total, scale, is_sum in zip(parts, totals, scales, sums, strict=True):
+            if is_sum:
+                factored = value * world if world > 1 else value
+            elif as_means:
+                # A division, so that the bits are those of the usual `loss / k`.
+                ratio = total / (count * world)
+                factored = value / ratio
+            else:
+                factored = value * (world / total)
+            shares.append(factored if scale == 1.0 else factored * scale)
+        return _add(shares)
+
+    def forward(batch: Batch) -> Any:
+        args, kwargs = batch.args, batch.kwargs
+        outputs = module(*args, **kwargs) if kwargs else module(*args)
+        return outputs if type(outputs) is Tensor else normalize_outputs(outputs)
+
+    def micro(batch: Batch, totals: Sequence[Count] | None, exchange: bool) -> tuple[Any, Parts]:
+        as_means = True
+        with cast() if casts else nullcontext():
+            outputs = forward(batch)
+            if totals is None:
+                parts = means(outputs, batch)
+                objective = whole(parts)
+            else:
+                as_means = all(isinstance(total, int) for total in totals)
+                parts = means(outputs, batch) if as_means else totals_of(outputs, batch)
+                objective = share(parts, totals, as_means)
+        backward(objective)
+        add_losses(parts, means=as_means)
+        if watched:
+            outputs = detached(outputs)
+        add_metrics(outputs, batch)
+        return outputs, parts
+
+    def backward(objective: Tensor) -> None:
+        try:
+            (objective if scaler is None else scaler.scale(objective)).backward()
+        except RuntimeError as exc:
+            if not objective.requires_grad:
+                add_note(exc, "the loss does not depend on any parameter that requires a gradient")
+            raise
+
+    def micro_without_exchange(
+        batch: Batch, totals: Sequence[Count] | None, exchange: bool
+    ) -> tuple[Any, Parts]:
+        assert no_sync is not None
+        if exchange:
+            return micro(batch, totals, exchange)
+        with no_sync(module):
+            return micro(batch, totals, exchange)
+
+    def clear() -> None:
+        for parameter in every_parameter:
+            parameter.grad = None
+
+    update = _build_update(optimizer, parameters, clear, config, scaler)
+    if masters is not None:
+        update = _through_masters(update, masters)
+    return TrainStep(micro if no_sync is None else micro_without_exchange, update, clear)
+
+
+def _build_update(
+    optimizer: Optimizer,
+    parameters: list[nn.Parameter],
+    clear: Callable[[], None],
+    config: FitConfig,
+    scaler: torch.amp.GradScaler | None,
+) -> Callable[[], bool]:
+    clip_norm, clip_value = config.clip_norm, config.clip_value
+
+    def clip() -> None:
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, clip_norm)
+        elif clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, clip_value)
+
+    clips = clip_norm is not None or clip_value is not None
+
+    def update() -> bool:
+        if clips:
+            clip()
+        optimizer.step()
+        clear()
+        return True
+
+    if scaler is None:
+        return update
+
+    fixed_scale = None if config.precision.dynamic else scaler.get_scale()
+    # The scaler does not say whether it stepped; the optimizer's own hook does, without another wait for the
+    # device. Kernels that take the overflow flag themselves always step: there the scale tells.
+    stepped: list[bool] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+    in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def update_scaled() -> bool:
+        if clips:
+            scaler.unscale_(optimizer)
+            clip()
+        stepped.clear()
+        before = scaler.get_scale() if in_kernel else 0.0
+        scaler.step(optimizer)
+        scaler.update(fixed_scale)
+        clear()
+        return scaler.get_scale() >= before if in_kernel else bool(stepped)
+
+    return update_scaled
+
+
+def _through_masters(update: Callable[[], bool], masters: MasterWeights) -> Callable[[], bool]:
+    def update_masters() -> bool:
+        masters.take_gradients()
+        stepped = update()
+        if stepped:
+            masters.give_weights()
+        return stepped
+
+    return update_masters
+
+
+def build_eval_step(
+    network: nn.Module,
+    loss: LossFunction | None,
+    meters: Meters,
+    precision: Precision,
+    device: torch.device,
+) -> EvalStep:
+    """Build the evaluation step: forward, loss and metrics of one batch, without gradients."""
+    predict = build_predict_step(network, precision, device)
+    cast = autocast(device, precision)
+
+    def step(batch: Batch) -> tuple[Any, Parts]:
+        outputs = predict(batch)
+        parts: Parts = ()
+        if loss is not None:
+            with cast():
+                parts = loss.totals(outputs, batch)
+            meters.add_losses(parts, means=False)
+        meters.add_metrics(outputs, batch)
+        return outputs, parts
+
+    return step
+
+
+def build_predict_step(network: nn.Module, precision: Precision, device: torch.device) -> PredictStep:
+    """Build the prediction step: forward of one batch, without gradients."""
+    cast = autocast(device, precision)
+
+    def step(batch: Batch) -> Any:
+        with cast():
+            return normalize_outputs(network(*batch.args, **batch.kwargs))
+
+    return step
+
+
+def detached(outputs: Any) -> Any:
+    """Outputs without their graph, in the same container."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    if isinstance(outputs, Mapping):
+        return {key: detached(value) for key, value in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        return tuple(detached(value) for value in outputs)
+    return outputs
+
+
+def _add(values: list[Tensor]) -> Tensor:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total

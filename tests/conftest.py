@@ -1,0 +1,71 @@
+"""A test must leave nothing: no environment variable, thread, open file or process group. See ``leak_check``."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.helpers.ranks import close_pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_ranks() -> Iterator[None]:
+    yield
+    close_pool()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def _threads() -> set[threading.Thread]:
+    # tqdm's and torch's own helpers may start once and stay; only ours and the tests' count.
+    return {t for t in threading.enumerate() if t.is_alive() and not t.name.startswith(("pytest_timeout", "tqdm_monitor"))}
+
+
+def _files() -> set[str]:
+    folder = Path("/proc/self/fd")
+    if not folder.exists():
+        return set()
+    targets = set()
+    for entry in folder.iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue
+        if target.startswith("/") and not target.startswith(("/dev", "/proc", "/memfd")):
+            targets.add(target)
+    return targets
+
+
+@pytest.fixture(autouse=True)
+def leak_check(_seeded: None) -> Iterator[None]:
+    environment, threads, files = dict(os.environ), _threads(), _files()
+    folder = Path.cwd()
+    yield
+    # torch names its compile cache the first time an optimizer steps.
+    ignored = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    after = {k: v for k, v in os.environ.items() if k not in ignored}
+    before = {k: v for k, v in environment.items() if k not in ignored}
+    assert after == before, f"environment changed: {sorted(set(after.items()) ^ set(before.items()))}"
+    assert Path.cwd() == folder, "the working directory changed"
+    assert not dist.is_initialized(), "a process group is left"
+    deadline = time.monotonic() + 5
+    while (left := _threads() - threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"threads are left: {left}"
+    left_files = {f for f in _files() - files if not f.endswith((".so", ".pyc", ".py")) and "site-packages" not in f}
+    assert not left_files, f"files are left open: {left_files}"
