@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import hapi
-from hapi.datasets import MNIST, DatasetNotFoundError, Digits
+from hapi.datasets import MNIST, DatasetNotFoundError, Digits, InMemoryImages
 
 
 class LeNet(nn.Module):
@@ -42,6 +42,8 @@ def main() -> None:
     args = parser.parse_args()
 
     hapi.seed_everything(0)
+    train: InMemoryImages
+    test: InMemoryImages
     try:
         train, test = (MNIST(mode=mode, data_dir=args.data_dir) for mode in ("train", "test"))
     except DatasetNotFoundError as error:

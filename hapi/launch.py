@@ -73,9 +73,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
             name = "--" + name[2:].replace("-", "_")
         if name not in actions:
             guess = suggest(name, actions)
-            parser.error(
-                f"unknown option {token!r} before the script{guess}; options of the script follow its name"
-            )
+            parser.error(f"unknown option {token!r} before the script{guess}; options of the script follow its name")
         ours.append(name + equals + value)
         if not equals and actions[name].nargs is None and rest:
             ours.append(rest.pop(0))

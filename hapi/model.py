@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,9 +69,10 @@ class Model:
         labels: Any = None,
         device: str | torch.device | None = None,
     ) -> None:
-        if not isinstance(network, nn.Module):
-            hint = f"; give an instance: {network.__name__}()" if isinstance(network, type) else ""
-            raise TypeError(f"Model: network={network!r} is not a torch.nn.Module{hint}")
+        given: Any = network
+        if not isinstance(given, nn.Module):
+            hint = f"; give an instance: {given.__name__}()" if isinstance(given, type) else ""
+            raise TypeError(f"Model: network={given!r} is not a torch.nn.Module{hint}")
         self.network = network
         self.mode = "train"
         self._signature = Signature.of(network)
@@ -267,7 +267,7 @@ class Model:
         """Train for ``epochs`` epochs.
 
         Args:
-            train_data: Tensors or arrays ``(x, y)``, a dict of them, a Dataset, a DataLoader, or an iterable of batches.
+            train_data: Tensors or arrays ``(x, y)``, a dict of them, a Dataset, a DataLoader or an iterable of batches.
             eval_data: The same, evaluated after every ``eval_freq``-th epoch and the last.
             batch_size: Rows per rank and batch, where hapi forms the batches; ``[train, eval]`` for two sizes.
             epochs: Passes over the data.
@@ -391,8 +391,9 @@ class Model:
         self.mode = "train"
         run.progress.first_epoch = run.progress.epoch
         run.progress.batch_in_epoch = 0
-        feed = loop.Feed(loader, self._remembering(self._splitter(weight_field).split))
-        with self._active(run, loader, eval_loader):
+        splitter = self._splitter(weight_field)
+        feed = loop.Feed(loader, splitter.split)
+        with self._active(run, splitter, loader, eval_loader):
             loop.fit_loop(run, feed, train_step, hooks, self._loss, evaluate if eval_loader is not None else None)
         return history
 
@@ -414,33 +415,27 @@ class Model:
         run.parts["scheduler"] = run.scheduler
 
     @contextmanager
-    def _active(self, run: Run, *loaders: Loader | None) -> Iterator[None]:
+    def _active(self, run: Run, splitter: Splitter, *loaders: Loader | None) -> Iterator[None]:
         self._running = run
         try:
             yield
         finally:
             self._running = None
+            self._remember(splitter)
             for loader in loaders:
                 if loader is not None:
                     loader.close()
 
-    def _remembering(self, split: Callable[[Any], Batch]) -> Callable[[Any], Batch]:
-        """Keep one row of the first batch: the export needs example inputs."""
-        if self._example is not None:
-            return split
-
-        def splitting(raw: Any) -> Batch:
-            batch = split(raw)
-            if self._example is None:
-                self._example = batch._replace(
-                    args=tuple(value[:2].clone() for value in batch.args),
-                    kwargs={name: value[:2].clone() for name, value in batch.kwargs.items()},
-                    labels=(),
-                    weight=None,
-                )
-            return batch
-
-        return splitting
+    def _remember(self, splitter: Splitter) -> None:
+        """Keep two rows of the first batch: the export needs example inputs."""
+        batch = splitter.example
+        if self._example is None and batch is not None:
+            self._example = batch._replace(
+                args=tuple(value[:2].clone() for value in batch.args),
+                kwargs={name: value[:2].clone() for name, value in batch.kwargs.items()},
+                labels=(),
+                weight=None,
+            )
 
     def _with_weights(self, data: Any, weights: Any) -> Any:
         if not isinstance(data, tuple) or not all(isinstance(leaf, (Tensor, np.ndarray)) for leaf in leaves(data)):
@@ -496,15 +491,15 @@ class Model:
         meters = run.meters
         outer = meters.snapshot() if self._running is not None else None
         self.mode = "eval"
-        eval_step = step.build_eval_step(
-            self._eval_module, self._loss, meters, self._config.precision, self._device
-        )
-        feed = loop.Feed(loader, self._remembering(self._splitter(self._sample_weight).split))
+        eval_step = step.build_eval_step(self._eval_module, self._loss, meters, self._config.precision, self._device)
+        splitter = self._splitter(self._sample_weight)
+        feed = loop.Feed(loader, splitter.split)
         try:
             with loop.guarded(hooks, "on_eval_end"):
                 logs = loop.evaluate_loop(run, feed, eval_step, hooks, num_iters)
         finally:
             loader.close()
+            self._remember(splitter)
             if outer is not None:
                 meters.restore(outer)
         return {name: value for name, value in logs.items() if name in meters.names}
@@ -544,13 +539,14 @@ class Model:
         )
         self.mode = "test"
         splitter = self._splitter(self._sample_weight)
-        feed = loop.Feed(loader, self._remembering(lambda raw: splitter.split(raw, with_labels=False)))
+        feed = loop.Feed(loader, lambda raw: splitter.split(raw, with_labels=False))
         predict_step = step.build_predict_step(self._eval_module, self._config.precision, self._device)
         try:
             with loop.guarded(hooks, "on_predict_end"):
                 batches = loop.predict_loop(run, feed, predict_step, hooks, keep=keep_outputs)
         finally:
             loader.close()
+            self._remember(splitter)
         by_output = [list(arrays) for arrays in zip(*batches, strict=True)]
         if stack_outputs:
             return [np.concatenate([np.atleast_1d(array) for array in arrays]) for arrays in by_output]
@@ -580,7 +576,7 @@ class Model:
         loader = self._open(data, f"{where}: data", batch, **how)
         run = self._new_run(replace(self._config, log_freq=log_freq), self._eval_module)
         chain = resolve.as_callbacks(callbacks, verbose=verbose, log_freq=log_freq)
-        params = {"epochs": None, "steps": loader.batches, "batch_size": batch, "verbose": verbose}
+        params: dict[str, Any] = {"epochs": None, "steps": loader.batches, "batch_size": batch, "verbose": verbose}
         params |= {"metrics": run.meters.names, "log_freq": log_freq, "save_dir": None, "evaluates": False}
         return loader, run, self._hooks(chain, run, params)
 
@@ -686,7 +682,7 @@ class Model:
                 self._device,
                 world=run.env.world,
                 scaler=self._scaler,
-            masters=self._masters,
+                masters=self._masters,
             )
         train_step = self._by_hand
         batch = self._batch(inputs, labels)
@@ -720,8 +716,10 @@ class Model:
             return loop.as_arrays(predict_step(batch))
 
     def _batch(self, inputs: Any, labels: Any) -> Batch:
-        batch = self._splitter(None).join(inputs, labels)
-        return self._remembering(lambda raw: raw)(batch)
+        splitter = self._splitter(None)
+        splitter.example = splitter.join(inputs, labels)
+        self._remember(splitter)
+        return splitter.example
 
     def _by_itself(self, run: Run, action: Callable[[], tuple[Any, Any]], batch: Batch, *, means: bool) -> Any:
         """Run a batch, read its values alone, and leave the meters as if it had been added to what they had."""
@@ -809,9 +807,7 @@ class Model:
             "one batch first (fit, evaluate, predict or predict_batch)"
         )
 
-    def load(
-        self, path: str | os.PathLike[str], skip_mismatch: bool = False, reset_optimizer: bool = False
-    ) -> Model:
+    def load(self, path: str | os.PathLike[str], skip_mismatch: bool = False, reset_optimizer: bool = False) -> Model:
         """Read what :meth:`save` wrote, or a plain state dict saved by torch.
 
         Nothing in a file is executed. Works before or after ``prepare``.

@@ -75,7 +75,7 @@ def as_optimizer(given: Any, network: nn.Module) -> Optimizer | None:
         same_device = {p.device.type for p in trainable} <= {"cpu", "cuda"}
         if given.lower() in _FUSED and same_device and all(p.is_floating_point() for p in trainable):
             options["fused"] = True
-        return kind(trainable, **options)  # type: ignore[call-arg]
+        return kind(trainable, **options)
     optimizer = given if isinstance(given, Optimizer) else None
     if optimizer is None and callable(given) and not isinstance(given, nn.Module):
         optimizer = given(trainable)

@@ -1,4 +1,4 @@
-"""``summary``: a table of a network's layers. ``flops``: its multiply-adds. Both run the network once and leave it as it was."""
+"""``summary``: a table of a network's layers. ``flops``: its multiply-adds. Both leave the net as it was."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ __all__ = ["flops", "summary"]
 
 CustomOp = Callable[[Any, tuple[Any, ...], Any], int]
 
-_SIZE_ACCEPTED = "a shape such as (1, 1, 28, 28), a list of shapes (several inputs), a dict of shapes (inputs by name) or hapi.InputSpec"
+_SIZES = (
+    "a shape such as (1, 1, 28, 28), a list of shapes (several inputs), a dict of shapes (inputs by name) or "
+    "hapi.InputSpec"
+)
 
 
 def summary(
@@ -39,32 +42,33 @@ def summary(
 ) -> dict[str, int]:
     """Run ``net`` once and print a table of its layers: input shapes, output shape, parameters.
 
-    A row is a call of a layer, in the order in which the calls end; ``nn.Sequential`` and the root have none. A row
-    counts the layer's own parameters and those of sub-layers without a row of their own. A parameter is counted in
-    the first row that has it, so the column and the line "Params outside the rows" add up to the total; where
-    nothing is left to count, the row says ``(shared)``.
+    A row is a call of a layer, in the order in which the calls end; ``nn.Sequential`` and the root have none.
+    A row counts the layer's own parameters and those of sub-layers without a row of their own. A parameter is
+    counted in the first row that has it, so the column and the line "Params outside the rows" add up to the
+    total; where nothing is left to count, the row says ``(shared)``.
 
-    The network runs in evaluation mode without gradients and is left as it was: training flags, gradients and the
-    global random generators. A network with uninitialised (lazy) parameters is run as a copy and stays lazy.
+    The network runs in evaluation mode without gradients and is left as it was: training flags, gradients and
+    the global random generators. One with uninitialised (lazy) parameters is run as a copy and stays lazy.
 
     Args:
         net: The network, on any device.
-        input_size: The shape of the input, batch first; a list of shapes for several positional inputs (a list
-            inside it is one input that is a list of tensors); a dict of shapes for inputs by name. An object with
-            ``shape`` and ``dtype``, such as :class:`hapi.InputSpec`, stands for a shape. None or -1 is accepted as
-            the batch dimension and means 1. Floating-point inputs are random in [0, 1), integers are 0.
-        dtypes: The dtype of every input, or a sequence with one per shape: torch dtypes or their names. Default: the
-            spec's, else that of the network's first floating-point parameter, else torch's default.
-        input: The inputs themselves, instead of ``input_size``: a tensor, a list or tuple of positional inputs, or
-            a dict of inputs by name. They are copied to the network's device.
-        depth: How many levels of nested layers get rows; the last level counts all that is inside. Default: all.
+        input_size: The shape of the input, batch first; a list of shapes for several positional inputs (a
+            list of shapes inside it is one input that is a list of tensors); a dict of shapes for inputs by
+            name. An object with ``shape`` and ``dtype``, such as :class:`hapi.InputSpec`, stands for a shape.
+            None or -1 is accepted as the batch dimension and means 1. Floating-point inputs are random from 0
+            to 1, others are 0.
+        dtypes: The dtype of every input, or a list with one per shape: torch dtypes or their names. Default:
+            the spec's, else that of the network's first floating-point parameter, else torch's default.
+        input: The inputs themselves, instead of ``input_size``: a tensor, a list or tuple of positional
+            inputs, or a dict of inputs by name. They are copied to the network's device.
+        depth: How many levels of nested layers get rows; the last counts all that is inside. Default: all.
         verbose: Whether to print the table.
         **kwargs: More keyword arguments of ``net.forward``.
 
     Returns:
-        ``total_params``, ``trainable_params``, ``non_trainable_params`` and ``buffer_elements`` count elements, each
-        tensor once; ``input_bytes``, ``forward_backward_bytes`` (twice the rows' outputs, each tensor once),
-        ``param_bytes``, ``buffer_bytes`` and ``total_bytes`` use the real element sizes.
+        ``total_params``, ``trainable_params``, ``non_trainable_params`` and ``buffer_elements`` count
+        elements, each tensor once; ``input_bytes``, ``forward_backward_bytes`` (twice the rows' outputs, each
+        tensor once), ``param_bytes``, ``buffer_bytes`` and ``total_bytes`` use the real element sizes.
 
     Raises:
         TypeError: ``net`` is not a module, or a shape holds something that is not an int.
@@ -77,7 +81,7 @@ def summary(
     _check_net("summary", net)
     if (input_size is None) == (input is None):
         raise ValueError(
-            f"summary: give input_size ({_SIZE_ACCEPTED}) or input (the tensors), "
+            f"summary: give input_size ({_SIZES}) or input (the tensors), "
             f"{'not both' if input is not None else 'one of them is needed'}"
         )
     if input is not None and dtypes is not None:
@@ -130,18 +134,19 @@ def flops(
 ) -> int:
     """Count the multiply-adds of one forward pass.
 
-    The operators that run are counted, not the layers, by ``torch.utils.flop_counter.FlopCounterMode``: matrix
-    products, convolutions, recurrent layers and attention, in layers or called as functions. A multiply-add is 1, as
-    in the reference (torch counts it as 2). Biases, activations, normalisation, pooling and all other elementwise
-    work are not counted, nor are quantised kernels; the reference does count a convolution's bias, so its number for
-    a LeNet is 6,304 higher. Multiply-adds with padding are counted.
+    The operators that run are counted, not the layers, by ``torch.utils.flop_counter.FlopCounterMode``:
+    matrix products, convolutions, recurrent layers and attention, in layers or called as functions. A
+    multiply-add is 1, as in the reference (torch counts it as 2); those with zero padding or behind an
+    attention mask count. Biases, activations, normalisation, pooling and other elementwise work do not, nor
+    do quantised kernels. The reference counts the bias of a convolution, one per output element, and has
+    formulas for some layers only.
 
     Args:
         net: The network; it is run once and left as it was, as by :func:`summary`.
         input_size: As for :func:`summary`. The count is for the batch size in it.
-        custom_ops: For a module class (and its subclasses), a function ``fn(module, inputs, output)`` that returns
-            the multiply-adds of one call as an int; ``inputs`` is the tuple of positional inputs. It replaces what
-            was counted inside the module.
+        custom_ops: For a module class (and its subclasses), a function ``fn(module, inputs, output)`` that
+            returns the multiply-adds of one call; ``inputs`` is the tuple of positional inputs. It replaces
+            what was counted inside the module.
         print_detail: Whether to print a table of the layers; a row has what no row inside it has.
         dtypes: As for :func:`summary`.
         verbose: Whether to print the line with the totals.
@@ -159,7 +164,7 @@ def flops(
     """
     _check_net("flops", net)
     if input_size is None:
-        raise ValueError(f"flops: input_size is needed: {_SIZE_ACCEPTED}")
+        raise ValueError(f"flops: input_size is needed: {_SIZES}")
     custom_ops = dict(custom_ops or {})
     for cls, fn in custom_ops.items():
         if not (isinstance(cls, type) and issubclass(cls, nn.Module) and callable(fn)):
@@ -218,56 +223,54 @@ def _device_of(net: nn.Module) -> torch.device:
     return next((tensor.device for tensor in _tensors_of(net)), torch.device("cpu"))
 
 
-def _inputs_from_sizes(
-    where: str, net: nn.Module, input_size: Any, dtypes: Any
-) -> tuple[list[Any], dict[str, Any]]:
+def _inputs_from_sizes(where: str, net: nn.Module, input_size: Any, dtypes: Any) -> tuple[list[Any], dict[str, Any]]:
     """Positional and named inputs of the given shapes."""
-    single = _is_spec(input_size) or _is_shape(input_size)
-    tree: Any
+    specs: list[_Spec] = []
+
+    def parse(size: Any) -> int | list[Any]:
+        """The position of a spec, or a list (an input that is a list of tensors)."""
+        if isinstance(size, (list, tuple)) and size and not _is_single(size):
+            return [parse(child) for child in size]
+        specs.append(_parse_spec(where, size))
+        return len(specs) - 1
+
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
     if isinstance(input_size, Mapping):
         _check_names(where, "input_size", input_size)
-        tree = {name: _parse_size(where, size) for name, size in input_size.items()}
-    elif isinstance(input_size, (list, tuple)) and not input_size:
-        raise ValueError(f"{where}: input_size is empty; accepted: {_SIZE_ACCEPTED}")
+        named = {name: parse(size) for name, size in input_size.items()}
+    elif isinstance(input_size, (list, tuple)) and not _is_single(input_size):
+        positional = [parse(size) for size in input_size]
     else:
-        tree = [_parse_size(where, size) for size in ([input_size] if single else input_size)]
-    specs = list(_leaves(tree))
-    if isinstance(dtypes, (list, tuple)):
-        if len(dtypes) != len(specs):
-            raise ValueError(
-                f"{where}: {len(dtypes)} dtypes for {len(specs)} shapes; give one dtype or one per shape"
-            )
-        given = [None if dtype is None else _parse_dtype(where, dtype) for dtype in dtypes]
-    else:
-        given = [None if dtypes is None else _parse_dtype(where, dtypes)] * len(specs)
-    default = next(
-        (p.dtype for p in net.parameters() if p.dtype.is_floating_point), torch.get_default_dtype()
-    )
+        positional = [parse(input_size)]
+    if not specs:
+        raise ValueError(f"{where}: input_size={input_size!r} is empty; accepted: {_SIZES}")
+
+    if not isinstance(dtypes, (list, tuple)):
+        dtypes = [dtypes] * len(specs)
+    elif len(dtypes) != len(specs):
+        raise ValueError(f"{where}: {len(dtypes)} dtypes for {len(specs)} shapes; give one, or one per shape")
+    default = next((p.dtype for p in net.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
     device, generator = _device_of(net), torch.Generator().manual_seed(0)
-    made = iter(
-        [
-            _make_tensor(spec.shape, dtype or spec.dtype or default, generator).to(device)
-            for spec, dtype in zip(specs, given, strict=True)
-        ]
-    )
+    made = []
+    for spec, given in zip(specs, dtypes, strict=True):
+        dtype = spec.dtype or default if given is None else _parse_dtype(where, given)
+        made.append(_make_tensor(spec.shape, dtype, generator).to(device))
 
-    def fill(node: Any) -> Any:
-        return [fill(child) for child in node] if isinstance(node, list) else next(made)
+    def fill(node: int | list[Any]) -> Any:
+        return made[node] if isinstance(node, int) else [fill(child) for child in node]
 
-    if isinstance(tree, dict):
-        return [], {name: fill(node) for name, node in tree.items()}
-    return fill(tree), {}
+    return [fill(node) for node in positional], {name: fill(node) for name, node in named.items()}
 
 
 def _inputs_from_values(where: str, net: nn.Module, values: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and named inputs, copied to the network's device: an in-place layer must not change the caller's."""
+    """Positional and named inputs, as copies: a layer that works in place must not change the caller's."""
     device = _device_of(net)
     if isinstance(values, Mapping):
         _check_names(where, "input", values)
         return [], {name: _to_device(value, device) for name, value in values.items()}
-    several = isinstance(values, (list, tuple)) and not hasattr(
-        values, "_fields"
-    )  # a PackedSequence is one input
+    # A named tuple, such as a PackedSequence, is one input.
+    several = isinstance(values, (list, tuple)) and not hasattr(values, "_fields")
     return [_to_device(value, device) for value in (values if several else [values])], {}
 
 
@@ -283,22 +286,18 @@ def _is_spec(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic)
 
 
-def _is_shape(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
+def _is_single(value: Any) -> bool:
+    """Whether it describes one tensor: a spec, a shape or an int, not a list of those."""
+    if isinstance(value, (list, tuple)) and not _is_spec(value):
         return bool(value) and not any(isinstance(v, (list, tuple, Mapping)) or _is_spec(v) for v in value)
     return not isinstance(value, Mapping)
 
 
-def _parse_size(where: str, size: Any) -> Any:
-    """A spec, or a list of them (an input that is a list of tensors)."""
+def _parse_spec(where: str, size: Any) -> _Spec:
     if _is_spec(size):
         dtype = None if size.dtype is None else _parse_dtype(where, size.dtype)
         return _Spec(_parse_shape(where, tuple(size.shape)), dtype)
-    if isinstance(size, (list, tuple)):
-        if size and not _is_shape(size):
-            return [_parse_size(where, child) for child in size]
-        return _Spec(_parse_shape(where, tuple(size)), None)
-    return _Spec(_parse_shape(where, (size,)), None)
+    return _Spec(_parse_shape(where, tuple(size) if isinstance(size, (list, tuple)) else (size,)), None)
 
 
 def _parse_shape(where: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
@@ -307,12 +306,12 @@ def _parse_shape(where: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
         if size is None:
             size = -1
         if isinstance(size, bool) or not hasattr(size, "__index__"):
-            raise TypeError(f"{where}: {size!r} in input_size is not an int; accepted: {_SIZE_ACCEPTED}")
+            raise TypeError(f"{where}: {size!r} in input_size is not an int; accepted: {_SIZES}")
         size = operator.index(size)
         if size == -1 and position > 0:
             raise ValueError(
-                f"{where}: dimension {position} of the shape {shape} is open; only the batch dimension, the first, "
-                "may be None or -1: give a number"
+                f"{where}: dimension {position} of the shape {shape} is open; only the batch dimension, the "
+                "first, may be None or -1: give a number"
             )
         if size == 0 or size < -1:
             raise ValueError(f"{where}: dimension {position} of the shape {shape} must be positive")
@@ -323,7 +322,10 @@ def _parse_shape(where: str, shape: tuple[Any, ...]) -> tuple[int, ...]:
 def _parse_dtype(where: str, given: Any) -> torch.dtype:
     if isinstance(given, torch.dtype):
         return given
-    name = given.removeprefix("torch.") if isinstance(given, str) else getattr(np.dtype(given), "name", "")
+    try:
+        name = given.removeprefix("torch.") if isinstance(given, str) else np.dtype(given).name
+    except TypeError:
+        name = repr(given)
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         known = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
@@ -351,20 +353,31 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return value.to(device) if hasattr(value, "to") else value
 
 
-def _leaves(tree: Any) -> Iterator[_Spec]:
-    if isinstance(tree, _Spec):
-        yield tree
-    else:
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(child)
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
         for child in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(child)
+
+
+def _structure(value: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
+    """``leaf`` of every tensor, in the lists and dicts of ``value``; what holds no tensor is left out."""
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if isinstance(value, Mapping):
+        return {k: _structure(v, leaf) for k, v in value.items() if next(_tensors(v), None) is not None}
+    if isinstance(value, (list, tuple)):
+        return [_structure(v, leaf) for v in value if next(_tensors(v), None) is not None]
+    return []
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def _shape_and_dtype(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{_shape(tensor)}"
 
 
 # ------------------------------------------------------------------ the run
@@ -383,8 +396,8 @@ class _Row:
 class _Frame:
     """A call in progress: the count when it began, and how much of it the rows inside have taken."""
 
-    module: nn.Module
     start: int
+    custom: CustomOp | None  # what counts this call and all inside it
     in_rows: int = 0
 
 
@@ -411,7 +424,6 @@ class _Recorder:
         self._custom_ops = custom_ops
         self._counted = counted
         self._correction = 0  # what custom_ops add to the counter
-        self._custom: nn.Module | None = None  # the outermost module in progress that custom_ops count
         self._frames: list[_Frame] = []
         self._labels: dict[nn.Module, str] = {}
         self._numbers: Counter[str] = Counter()
@@ -429,46 +441,36 @@ class _Recorder:
         try:
             for module in net.modules():
                 handles.append(module.register_forward_pre_hook(self._enter))
-                handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._record, with_kwargs=True))
+                # Also where the layer raises: the network may catch it and go on.
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _custom_op(self, module: nn.Module) -> CustomOp | None:
-        return next((self._custom_ops[cls] for cls in type(module).__mro__ if cls in self._custom_ops), None)
-
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._frames.append(_Frame(module, self.multiply_adds))
-        if self._custom is None and self._custom_op(module) is not None:
-            self._custom = module
+        custom = next((self._custom_ops[cls] for cls in type(module).__mro__ if cls in self._custom_ops), None)
+        self._frames.append(_Frame(self.multiply_adds, custom))
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        frame = self._frames.pop()
-        while frame.module is not module:  # a layer inside raised, and the network caught it
-            self._forget_custom(frame.module)
-            frame = self._frames.pop()
+    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        *outer, frame = self._frames
         used = self.multiply_adds - frame.start
-        in_custom = self._custom is not None
-        if self._custom is module:
-            replaced = self._call_custom(module, args, output)
+        inside_custom = any(caller.custom for caller in outer)
+        if frame.custom and not inside_custom:
+            replaced = self._call_custom(frame.custom, module, args, output)
             self._correction += replaced - used
             used = replaced
-            self._custom = None
-            in_custom = False
-        has_row = module in self._shown and not in_custom
+        has_row = module in self._shown and not inside_custom
         if has_row:
             self._add_row(module, [*args, *kwargs.values()], output, used - frame.in_rows)
-        if self._frames:
-            self._frames[-1].in_rows += used if has_row else frame.in_rows
+        if outer:
+            outer[-1].in_rows += used if has_row else frame.in_rows
 
-    def _forget_custom(self, module: nn.Module) -> None:
-        if self._custom is module:
-            self._custom = None
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._frames.pop()
 
-    def _call_custom(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
-        fn = self._custom_op(module)
-        assert fn is not None
+    def _call_custom(self, fn: CustomOp, module: nn.Module, args: tuple[Any, ...], output: Any) -> int:
         count = fn(module, args, output)
         if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 0:
             raise TypeError(
@@ -482,8 +484,8 @@ class _Recorder:
             name = type(module).__name__
             self._numbers[name] += 1
             self._labels[module] = f"{name}-{self._numbers[name]}"
-        shapes = [_shapes(value) for value in inputs if _has_tensor(value)]
-        self.rows.append(_Row(module, self._labels[module], str(shapes), str(_shapes(output)), multiply_adds))
+        shown_inputs, shown_output = (str(_structure(value, _shape)) for value in (inputs, output))
+        self.rows.append(_Row(module, self._labels[module], shown_inputs, shown_output, multiply_adds))
         for tensor in _tensors(output):
             # A block mostly returns the tensor of its last layer: the same object, still alive.
             known = self._outputs.get(id(tensor))
@@ -533,42 +535,26 @@ def _run(
         try:
             net(*args, **kwargs)
         except Exception as exc:
-            given = [_describe(v) for v in args] + [f"{name}={_describe(v)}" for name, v in kwargs.items()]
-            add_note(exc, f"{where}: {type(net).__name__}.forward was called with ({', '.join(given)})")
+            given = _structure([*args, kwargs], _shape_and_dtype)
+            add_note(exc, f"{where}: {type(net).__name__}.forward was called with {given}")
             raise
     return net, recorder
 
 
-def _has_tensor(value: Any) -> bool:
-    return next(_tensors(value), None) is not None
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_describe(child)}" for key, child in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_describe(child) for child in value) + "]"
-    return repr(value)
-
-
 @contextmanager
 def _left_as_it_was(net: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no fused or compiled paths around the hooks; all restored, as is randomness."""
+    """Evaluation mode, no gradients, no fused or compiled path past the hooks; restored, as is randomness."""
     modules = list(net.modules())
     flags = [module.training for module in modules]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    compiled = any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in modules
-    )
+    compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in modules)
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with torch.no_grad(), _same_randomness(net), eager:
         try:
             # Set one by one: train() and eval() may be overridden, and would not give the flags back.
             for module in modules:
                 module.training = False
-            # The fused attention kernels of evaluation neither call the inner layers nor count their products.
+            # The fused attention of evaluation neither calls the inner layers nor counts their products.
             torch.backends.mha.set_fastpath_enabled(False)
             yield
         finally:
@@ -579,7 +565,7 @@ def _left_as_it_was(net: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_randomness(net: nn.Module) -> Iterator[None]:
-    """Python's, numpy's and torch's global generators end as they began: a forward, or a lazy layer, may draw."""
+    """The global generators of Python, numpy and torch: a forward, or a lazy layer's first, may draw."""
     devices = {tensor.device for tensor in _tensors_of(net)}
     kind = next((d.type for d in devices if d.type not in ("cpu", "meta", "mps")), None)
     numbers = sorted({d.index or 0 for d in devices if d.type == kind})
@@ -608,9 +594,8 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     def recurrent(data: Sequence[int], *weights: Sequence[int]) -> int:
         return 2 * prod(data[:-1]) * sum(prod(w) for w in weights if len(w) == 2)  # the 1-d ones are biases
 
-    def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        *batch, length, _ = query
-        return 2 * prod(batch) * length * (key[-2] * key[-1] + value[-2] * value[-1])
+    def attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: Any, **kwargs: Any) -> int:
+        return 2 * prod(query[:-1]) * (prod(key[-2:]) + prod(value[-2:]))
 
     return {
         aten.mv: lambda matrix, vector, **kwargs: 2 * prod(matrix),
@@ -627,17 +612,6 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 
 # ------------------------------------------------------------------ printing
-
-
-def _shapes(value: Any) -> Any:
-    """Shapes in the structure of ``value``; what holds no tensor is left out."""
-    if isinstance(value, torch.Tensor):
-        return list(value.shape)
-    if isinstance(value, Mapping):
-        return {key: _shapes(child) for key, child in value.items() if _has_tensor(child)}
-    if isinstance(value, (list, tuple)):
-        return [_shapes(child) for child in value if _has_tensor(child)]
-    return []
 
 
 def _param_column(net: nn.Module, rows: list[_Row]) -> tuple[list[str], int]:
@@ -677,9 +651,7 @@ def _summary_footer(result: Mapping[str, int], outside: int, uninitialised: int)
         f"Non-trainable params: {result['non_trainable_params']:,}",
     ]
     if outside:
-        lines.append(
-            f"Params outside the rows: {outside:,} (of the network itself, or of layers that did not run)"
-        )
+        lines.append(f"Params outside the rows: {outside:,} (of the network itself, or of layers that did not run)")
     if uninitialised:
         lines.append(f"Uninitialised params: {uninitialised} tensors, not counted (their layers did not run)")
     if result["buffer_elements"]:
@@ -702,8 +674,7 @@ def _summary_footer(result: Mapping[str, int], outside: int, uninitialised: int)
 def _table(headers: list[tuple[str, int]], rows: Sequence[tuple[str, ...]], footer: list[str]) -> str:
     """Centred columns of at least the given widths; a line ``"-"`` of the footer is a rule."""
     widths = [
-        max(minimum, *(len(row[i]) for row in rows)) if rows else minimum
-        for i, (_, minimum) in enumerate(headers)
+        max(minimum, *(len(row[i]) for row in rows)) if rows else minimum for i, (_, minimum) in enumerate(headers)
     ]
     width = max(75, sum(widths) + 5)
 

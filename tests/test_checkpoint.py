@@ -291,9 +291,7 @@ def test_export_after_one_batch_by_name(tmp_path: Path) -> None:
     model = trained()
     model.save(tmp_path / "net", training=False)
     program = torch.export.load(tmp_path / "net.pt2").module()
-    np.testing.assert_allclose(
-        program(X[:5]).detach().numpy(), model.predict_batch(X[:5])[0], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(program(X[:5]).detach().numpy(), model.predict_batch(X[:5])[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ BAD_PREPARE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss": ["mse", "mse"], "loss_weights": [1]}, ValueError, "1 loss_weights for 2 losses"),
     ({"loss_weights": [1]}, ValueError, "without a loss"),
     ({"metrics": "accurracy"}, ValueError, "did you mean 'accuracy'"),
-    ({"metrics": 7}, TypeError, ""),
+    ({"metrics": 7}, TypeError, "accepted: a hapi metric"),
     ({"metrics": ["acc", "acc"]}, ValueError, r"two metrics are named \['acc'\]"),
     ({"metrics": hapi.metrics.Accuracy(name="loss")}, ValueError, "used by logs"),
     ({"loss": {"acc": "mse", "b": "mse"}, "metrics": "acc"}, ValueError, "both named"),
@@ -138,7 +138,7 @@ def test_wrong_arguments_of_fit(arguments: dict[str, Any], kind: type[Exception]
         (lambda m: m.predict((X,), batch_size=-1), ValueError, "predict: batch_size"),
         (lambda m: m.predict_batch(3.5), ValueError, "no dimensions"),
         (lambda m: m.predict_batch([]), ValueError, "empty"),
-        (lambda m: m.predict_batch("abc"), TypeError, ""),
+        (lambda m: m.predict_batch("abc"), TypeError, "accepted: tensors and numpy arrays"),
         (lambda m: m.save(""), ValueError, "names a folder"),
         (lambda m: m.save("dir/"), ValueError, "names a folder"),
         (lambda m: m.save("x", format="tflite"), ValueError, "accepted: 'pt2', 'onnx'"),
@@ -154,7 +154,7 @@ def test_wrong_arguments_of_fit(arguments: dict[str, Any], kind: type[Exception]
         (lambda m: hapi.InputSpec([None], "float33"), ValueError, "not a torch dtype"),
         (lambda m: hapi.InputSpec([None, 0]), ValueError, "positive ints"),
         (lambda m: hapi.seed_everything(-1), ValueError, "seed_everything"),
-        (lambda m: hapi.Model(mlp(), device="cuda:99").predict(X, verbose=0), (RuntimeError, ValueError), ""),
+        (lambda m: hapi.Model(mlp(), device="cuda:99").predict(X, verbose=0), (RuntimeError, ValueError), "cuda"),
     ],
 )
 def test_wrong_arguments_of_other_calls(call: Any, kind: Any, words: str) -> None:

@@ -69,9 +69,7 @@ class ModelCheckpoint(Callback):
             raise ValueError(f"{owner}: save_dir=''; accepted: a folder, or None for the save_dir of fit")
         self.save_best_only = flag(owner, "save_best_only", save_best_only)
         self.max_to_keep = None if max_to_keep is None else whole(owner, "max_to_keep", max_to_keep, 1)
-        self.every_n_steps = (
-            None if every_n_steps is None else whole(owner, "every_n_steps", every_n_steps, 1)
-        )
+        self.every_n_steps = None if every_n_steps is None else whole(owner, "every_n_steps", every_n_steps, 1)
         self.verbose = verbosity(owner, verbose)
         if monitor is None and mode != "auto":
             raise ValueError(f"{owner}: mode={mode!r} without monitor; give monitor='eval_loss' or the like")

@@ -50,13 +50,15 @@ def bar_class(stream: Any) -> type[_Tqdm] | None:
 
 
 def bar_size(stream: Any) -> dict[str, Any]:
-    """tqdm's arguments for the bar's size: as wide as the terminal, also when that is resized."""
+    """The arguments of tqdm for the bar's size: as wide as the terminal, also when that is resized."""
     try:
-        known = os.get_terminal_size(stream.fileno()).columns > 0
+        columns, lines = os.get_terminal_size(stream.fileno())
     except (AttributeError, OSError, ValueError):
-        known = True  # not a terminal: a widget, with a size of its own
-    # Some (serial lines, containers) say 0 columns, for which tqdm draws nothing.
-    return {"dynamic_ncols": True} if known else {"ncols": 79, "nrows": 24}
+        return {"dynamic_ncols": True}  # not a terminal: a widget, with a size of its own
+    if columns > 0 and lines > 0:
+        return {"dynamic_ncols": True}
+    # Some terminals (serial lines, containers) say 0, for which tqdm draws nothing.
+    return {"ncols": (columns or 80) - 1, "nrows": lines or 24}
 
 
 def _notebook_bar() -> type[_Tqdm]:

@@ -44,9 +44,7 @@ class CSVLogger(Callback):
         if not os.fspath(filename):
             raise ValueError("CSVLogger: filename=''; accepted: the path of a file")
         if not isinstance(separator, str) or len(separator) != 1 or separator in '"\r\n':
-            raise ValueError(
-                f"CSVLogger: separator={separator!r}; accepted: one character such as ',' or ';'"
-            )
+            raise ValueError(f"CSVLogger: separator={separator!r}; accepted: one character such as ',' or ';'")
         self.filename = os.fspath(filename)
         self.separator = separator
         self.append = flag("CSVLogger", "append", append)

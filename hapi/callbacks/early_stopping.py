@@ -137,9 +137,7 @@ class EarlyStopping(Callback):
 
     def _path(self) -> str | None:
         folder = self.params.get("save_dir")
-        return (
-            os.path.abspath(os.path.join(folder, "best_model")) if folder and self.save_best_model else None
-        )
+        return os.path.abspath(os.path.join(folder, "best_model")) if folder and self.save_best_model else None
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, its epoch, and how long ago it was."""

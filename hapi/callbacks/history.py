@@ -78,7 +78,5 @@ class History(Callback):
         self._resumed = True
 
     def __repr__(self) -> str:
-        last = ", ".join(
-            f"{name}={v[-1]:.4g}" for name, v in self.history.items() if isinstance(v[-1], float)
-        )
+        last = ", ".join(f"{name}={v[-1]:.4g}" for name, v in self.history.items() if isinstance(v[-1], float))
         return f"History(epochs={len(self.epoch)}{', last: ' + last if last else ''})"

@@ -32,8 +32,7 @@ class LambdaCallback(Callback):
         for name, function in hooks.items():
             if name not in _HOOKS:
                 raise TypeError(
-                    f"LambdaCallback: unknown hook {name!r}{suggest(name, _HOOKS)}; "
-                    f"accepted: {', '.join(_HOOKS)}"
+                    f"LambdaCallback: unknown hook {name!r}{suggest(name, _HOOKS)}; accepted: {', '.join(_HOOKS)}"
                 )
             if not callable(function):
                 raise TypeError(f"LambdaCallback: {name}={function!r} cannot be called")

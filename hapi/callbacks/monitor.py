@@ -89,10 +89,8 @@ class Monitor:
 
     def improved(self, value: float) -> bool:
         """Whether ``value`` beats the best, which it then becomes. NaN never does."""
-        if self.mode == "min":
-            better = value < self.best - self.min_delta
-        else:
-            better = value > self.best + self.min_delta
+        gain = self.best - value if self.mode == "min" else value - self.best
+        better = gain > self.min_delta
         if better:
             self.best = value
         return better

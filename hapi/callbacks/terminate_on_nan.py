@@ -30,9 +30,7 @@ class TerminateOnNaN(Callback):
     """
 
     def __init__(self, check_every: int | None = None) -> None:
-        self.log_freq = (
-            None if check_every is None else whole("TerminateOnNaN", "check_every", check_every, 1)
-        )
+        self.log_freq = None if check_every is None else whole("TerminateOnNaN", "check_every", check_every, 1)
         self._stopped = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

@@ -47,7 +47,8 @@ class InputSpec:
         object.__setattr__(self, "shape", shape)
 
 
-class Fields(NamedTuple):
+@dataclass(frozen=True)
+class Fields:
     """What the user declared of the inputs or of the labels: how many, and their names where given."""
 
     count: int
@@ -159,6 +160,9 @@ class Splitter:
         device: Where to.
         float_dtype: Dtype of float64 *numpy* data: that of the network's parameters. Tensors are left alone.
         channels_last: Whether 4-d inputs become channels-last.
+
+    Attributes:
+        example: The first batch that was split; None before.
     """
 
     def __init__(
@@ -178,6 +182,15 @@ class Splitter:
         self.device = device
         self.float_dtype = float_dtype
         self.channels_last = channels_last
+        self.example: Batch | None = None
+        # One input, one label: the common case, decided once.
+        self._pair = (
+            (inputs.count == 1 if inputs else len(signature.required) <= 1 and not signature.open_ended)
+            and bool(signature.positional)
+            and (labels is None or labels.count == 1)
+            and weight_field is None
+            and not channels_last
+        )
 
     def split(self, raw: Any, *, with_labels: bool = True) -> Batch:
         """The batch of ``raw``. ``with_labels=False`` (predict) leaves labels out where they are present.
@@ -185,12 +198,22 @@ class Splitter:
         Raises:
             ValueError: Inputs and labels cannot be told apart; the message names the counts.
         """
+        if self._pair and with_labels and type(raw) in _SEQUENCES and len(raw) == 2:
+            x, y = raw
+            device = self.device
+            if type(x) is Tensor and type(y) is Tensor and x.device == y.device == device and x.ndim:
+                batch = Batch((x,), {}, (y,), None, x.shape[0])
+                if self.example is None:
+                    self.example = batch
+                return batch
         if isinstance(raw, Mapping):
             batch = self._by_name(raw)
         elif isinstance(raw, (tuple, list)) and raw and isinstance(raw[0], Mapping):
             batch = self._named_inputs(raw)
         else:
             batch = self._by_position(raw, with_labels)
+        if self.example is None:
+            self.example = batch
         return batch if with_labels else batch._replace(labels=(), weight=None)
 
     def join(self, inputs: Any, labels: Any) -> Batch:
@@ -232,7 +255,7 @@ class Splitter:
             raise ValueError(f"sample_weight={position!r} is a key, but the batches are not dicts")
         if not -len(fields) <= (position or 0) < len(fields):
             raise ValueError(f"sample_weight={position}, but the batch has {len(fields)} fields")
-        return self.move(fields.pop(position))  # type: ignore[arg-type]
+        return self.move(fields.pop(int(position or 0)))
 
     def _input_count(self, count: int, with_labels: bool) -> int:
         """How many of ``count`` fields go to forward."""
@@ -277,7 +300,7 @@ class Splitter:
         if self.weight_field is not None:
             if self.weight_field not in fields:
                 raise ValueError(f"sample_weight={self.weight_field!r} is not among the batch's keys {list(raw)}")
-            weight = self.move(fields.pop(self.weight_field))  # type: ignore[call-overload]
+            weight = self.move(fields.pop(str(self.weight_field)))
         label_names = self._declared_names(self.labels, fields, "labels")
         input_names = self._declared_names(self.inputs, fields, "inputs")
         if input_names is None:
@@ -332,23 +355,22 @@ class Splitter:
 
     def move(self, field: Any) -> Tensor:
         """A label or weight, as a tensor on the device."""
-        if type(field) is not Tensor:
-            field = self._tensor(field)
+        tensor: Tensor = field if type(field) is Tensor else self._tensor(field)
         device = self.device
         # A pinned source makes the copy asynchronous; for others the flag changes nothing.
-        return field if field.device == device else field.to(device, non_blocking=True)
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
     def move_input(self, field: Any) -> Tensor:
         """An input, as a tensor on the device."""
-        field = self.move(field)
-        if self.channels_last and field.ndim == 4:
-            return field.contiguous(memory_format=torch.channels_last)
-        return field
+        tensor = self.move(field)
+        if self.channels_last and tensor.ndim == 4:
+            return tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
 
     def _tensor(self, field: Any) -> Tensor:
         if isinstance(field, Tensor):
             return field
-        if isinstance(field, np.ndarray) or np.isscalar(field):
+        if isinstance(field, (np.ndarray, np.generic, int, float)):
             if isinstance(field, np.ndarray) and field.dtype == object:
                 raise TypeError("a numpy array of dtype object cannot become a tensor")
             tensor = torch.as_tensor(field)
@@ -356,6 +378,9 @@ class Splitter:
         raise TypeError(
             f"a batch field is {describe(field)}; accepted: tensors and numpy arrays, in tuples, lists and dicts"
         )
+
+
+_SEQUENCES = (tuple, list)
 
 
 def _flatten(field: Any, out: list[Any]) -> None:

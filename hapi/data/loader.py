@@ -72,16 +72,21 @@ class GatherLoader(_PlannedLoader):
         seed: Of the order.
     """
 
-    def __init__(
-        self, gather: Callable[[Tensor | slice], Any], plan: BatchPlan, *, shuffle: bool, seed: int
-    ) -> None:
+    def __init__(self, gather: Callable[[Tensor | slice], Any], plan: BatchPlan, *, shuffle: bool, seed: int) -> None:
         super().__init__(plan, shuffle=shuffle, seed=seed)
         self.gather = gather
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        order, gather, local = self.order(epoch), self.gather, self.plan.local
-        for index in range(start, self.plan.batches):
-            first, last = local(index)
+        order, gather, plan = self.order(epoch), self.gather, self.plan
+        if plan.world == 1:
+            # The plan's own arithmetic, without a call per batch.
+            rows = plan.served
+            for first in range(start * plan.batch, rows, plan.batch):
+                last = min(first + plan.batch, rows)
+                yield gather(slice(first, last) if order is None else order[first:last])
+            return
+        for index in range(start, plan.batches):
+            first, last = plan.local(index)
             if first == last:
                 yield None
             else:
@@ -142,6 +147,10 @@ class MapLoader(_PlannedLoader):
             yield None if first == last else next(batches)
 
     def close(self) -> None:
+        # torch ends persistent workers when the iterator is collected, which a traceback can put off for ever.
+        iterator = getattr(self.torch_loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
         self.torch_loader = None
 
 
@@ -173,14 +182,15 @@ class StreamLoader(Loader):
             )
         self.spent = self.one_shot
         for sampler in (getattr(self.source, "sampler", None), getattr(self.source, "batch_sampler", None)):
-            if callable(getattr(sampler, "set_epoch", None)):
-                sampler.set_epoch(epoch)
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
         return self._read(start)
 
     def _read(self, start: int) -> Iterator[Any]:
         count = 0
         try:
-            for count, batch in enumerate(self.source, 1):  # noqa: B007  # the count is for the message
+            for count, batch in enumerate(self.source, 1):
                 if count > start:
                     yield batch
         except Exception as exc:

@@ -176,9 +176,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def _local_indices(self) -> list[int]:
         count = len(self.dataset)
-        order = (
-            epoch_order(count, seed=self.seed, epoch=self.epoch).tolist() if self.shuffle else range(count)
-        )
+        order = epoch_order(count, seed=self.seed, epoch=self.epoch).tolist() if self.shuffle else range(count)
         padded = [order[i % count] for i in range(self.total_size)] if count else []
         block = self.batch_size * self.nranks
         tail = self.total_size % block

@@ -69,7 +69,8 @@ class _CutLoader(Loader):
         self.sampler: Any = data.sampler
         self.env = env
         assert data.batch_size is not None
-        rows = len(data.sampler)  # type: ignore[arg-type]
+        sampler: Any = data.sampler
+        rows = len(sampler)
         self.plan = BatchPlan(rows, data.batch_size * env.world, env.rank, env.world, data.drop_last)
         self.batches, self.samples = self.plan.batches, self.plan.served
         if self.batches == 0:
@@ -100,7 +101,8 @@ class _DealtLoader(Loader):
         self.single = data.batch_sampler is None
         self.source: Any = data.sampler if self.single else data.batch_sampler
         self.env = env
-        self.batches = -(-len(self.source) // env.world)
+        source: Any = self.source
+        self.batches = -(-len(source) // env.world)
         self.mine: list[Any] = []
         self.inner = _clone(
             data,

@@ -129,11 +129,12 @@ def to_tensor(leaf: Tensor | np.ndarray[Any, Any], float_dtype: torch.dtype) -> 
     """A host tensor; float64 numpy data, numpy's default, becomes what the network computes in."""
     if isinstance(leaf, Tensor):
         return leaf
-    if leaf.dtype == object or leaf.dtype.kind in "USmM":
-        raise TypeError(f"an array of dtype {leaf.dtype} cannot become a tensor")
-    if not leaf.flags.writeable or any(stride < 0 for stride in leaf.strides):
-        leaf = leaf.copy()
-    tensor = torch.from_numpy(np.ascontiguousarray(leaf) if not leaf.dtype.isnative else leaf)
+    array: np.ndarray[Any, Any] = leaf
+    if array.dtype.kind in "OUSmM":
+        raise TypeError(f"an array of dtype {array.dtype} cannot become a tensor")
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    tensor = torch.from_numpy(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))
     return tensor.to(float_dtype) if tensor.dtype == torch.float64 else tensor
 
 

@@ -82,8 +82,7 @@ def not_found(where: str, name: str, folders: Sequence[Path]) -> DatasetNotFound
     """The error for a file that lies nowhere and may not be downloaded."""
     looked = ", ".join(map(str, folders))
     return DatasetNotFoundError(
-        f"{where}: {name} was not found in {looked}, and download=False. "
-        "Pass download=True, or put the file there."
+        f"{where}: {name} was not found in {looked}, and download=False. Pass download=True, or put the file there."
     )
 
 

@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import tarfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,17 +54,17 @@ class _ArrayUnpickler(pickle.Unpickler):
 def _read_members(archive: Path, names: Sequence[str]) -> dict[str, dict[bytes, Any]]:
     """The dicts pickled in members of a tar archive, by member name. Nothing is written to disk."""
     found: dict[str, dict[bytes, Any]] = {}
+    # Uncompressed as a whole: gzip compares its checksum at the very end, which tarfile does not read to.
+    payload = _files.read_payload(archive)
     try:
-        with tarfile.open(archive, "r:*") as tar:
+        with tarfile.open(fileobj=io.BytesIO(payload), mode="r:") as tar:
             for member in tar:
                 if member.name not in names or not member.isfile():
                     continue
                 stream = tar.extractfile(member)
                 assert stream is not None  # it is a file
                 found[member.name] = _unpickle(stream.read(), f"{archive}: {member.name}")
-                if len(found) == len(names):
-                    break
-    except (tarfile.TarError, EOFError, zlib.error) as exc:
+    except tarfile.TarError as exc:
         raise ValueError(f"{archive} is damaged, or not a tar archive: {exc}") from exc
     missing = [name for name in names if name not in found]
     if missing:
@@ -135,18 +134,9 @@ class _Cifar(InMemoryImages):
 
 def _images_and_labels(content: dict[bytes, Any], label_key: bytes, where: str) -> tuple[Tensor, Tensor]:
     data, labels = content.get(b"data"), content.get(label_key)
-    if (
-        not isinstance(data, np.ndarray)
-        or data.dtype != np.uint8
-        or data.ndim != 2
-        or data.shape[1] != PIXELS
-    ):
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != PIXELS:
         raise ValueError(f"{where}: 'data' is not a uint8 array of shape [N, {PIXELS}]")
-    if (
-        not isinstance(labels, list)
-        or len(labels) != len(data)
-        or not all(type(label) is int for label in labels)
-    ):
+    if not isinstance(labels, list) or len(labels) != len(data) or not all(type(label) is int for label in labels):
         raise ValueError(f"{where}: {label_key.decode()!r} is not a list of {len(data)} integers")
     # .copy(): an unpickled array may be read-only.
     return torch.from_numpy(data.copy()).view(-1, 3, 32, 32), torch.tensor(labels, dtype=torch.int64)

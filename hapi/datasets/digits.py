@@ -35,9 +35,7 @@ class Digits(InMemoryImages):
         >>> train, test = Digits(size=28), Digits("test", size=28)
     """
 
-    def __init__(
-        self, mode: str = "train", transform: Transform | None = None, size: int | None = None
-    ) -> None:
+    def __init__(self, mode: str = "train", transform: Transform | None = None, size: int | None = None) -> None:
         check_mode(mode, "Digits")
         if size not in (None, 28):
             raise ValueError(f"Digits: size must be None (8 x 8) or 28, not {size!r}")

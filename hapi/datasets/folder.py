@@ -176,9 +176,7 @@ def _walk(root: str) -> Iterator[str]:
             yield os.path.join(folder, name)
 
 
-def _nothing_found(
-    where: str, extensions: Sequence[str] | None, is_valid_file: PathTest | None
-) -> RuntimeError:
+def _nothing_found(where: str, extensions: Sequence[str] | None, is_valid_file: PathTest | None) -> RuntimeError:
     if is_valid_file is not None:
         return RuntimeError(f"Found 0 files in {where} that is_valid_file accepts")
     accepted = IMAGE_EXTENSIONS if extensions is None else extensions

@@ -51,9 +51,7 @@ class InMemoryImages(Dataset[tuple[Any, int]]):
     ) -> None:
         where = type(self).__name__
         if images.dtype != torch.uint8 or labels.dtype != torch.int64:
-            raise TypeError(
-                f"{where}: images must be uint8 and labels int64, not {images.dtype} and {labels.dtype}"
-            )
+            raise TypeError(f"{where}: images must be uint8 and labels int64, not {images.dtype} and {labels.dtype}")
         if images.ndim != 4 or labels.shape != images.shape[:1]:
             raise ValueError(
                 f"{where}: images must have shape [N, C, H, W] and labels [N], "
@@ -92,17 +90,13 @@ class InMemoryImages(Dataset[tuple[Any, int]]):
         """
         position = as_index(index)
         if not -len(self) <= position < len(self):
-            raise IndexError(
-                f"index {position} is out of range: {type(self).__name__} has {len(self)} samples"
-            )
+            raise IndexError(f"index {position} is out of range: {type(self).__name__} has {len(self)} samples")
         return self._transformed(self.images[position] / self._scale), int(self.labels[position])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
         """The samples at ``indices``, read by one gather. torch's DataLoader calls this."""
         images, labels = self._rows(torch.as_tensor(indices, dtype=torch.int64))
-        return [
-            (self._transformed(image), label) for image, label in zip(images, labels.tolist(), strict=True)
-        ]
+        return [(self._transformed(image), label) for image, label in zip(images, labels.tolist(), strict=True)]
 
     def gather(self, index: Tensor | slice) -> tuple[Any, Tensor]:
         """A whole batch: what collating the samples at ``index`` gives, bit for bit, without making them.

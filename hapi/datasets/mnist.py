@@ -42,9 +42,7 @@ def parse_idx(payload: bytes, path: Path, ndim: int) -> Tensor:
     """
     header = 4 + 4 * ndim
     if len(payload) < header or payload[:2] != b"\0\0":
-        raise ValueError(
-            f"{path} is not an IDX file with {ndim} dimensions: it starts with {payload[:4].hex(' ')}"
-        )
+        raise ValueError(f"{path} is not an IDX file with {ndim} dimensions: it starts with {payload[:4].hex(' ')}")
     kind, dims = payload[2], payload[3]
     if kind != UINT8 or dims != ndim:
         raise ValueError(
@@ -157,13 +155,9 @@ class MNIST(InMemoryImages):
         return path, checked(path)
 
 
-def _pair(
-    image_file: Path, image_bytes: bytes, label_file: Path, label_bytes: bytes
-) -> tuple[Tensor, Tensor]:
+def _pair(image_file: Path, image_bytes: bytes, label_file: Path, label_bytes: bytes) -> tuple[Tensor, Tensor]:
     images = parse_idx(image_bytes, image_file, ndim=3)
     labels = parse_idx(label_bytes, label_file, ndim=1)
     if len(images) != len(labels):
-        raise ValueError(
-            f"{image_file} holds {len(images)} images, but {label_file} holds {len(labels)} labels"
-        )
+        raise ValueError(f"{image_file} holds {len(images)} images, but {label_file} holds {len(labels)} labels")
     return images.unsqueeze(1), labels.to(torch.int64)

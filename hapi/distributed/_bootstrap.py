@@ -24,7 +24,7 @@ import traceback
 import types
 from collections.abc import Sequence
 
-__all__ = ["LAUNCH_ID", "die_with_parent", "kill_marked", "main", "marked", "write_error_file"]
+__all__ = ["LAUNCH_ID", "die_with_parent", "kill_marked", "main", "marked", "trim", "write_error_file"]
 
 #: Every process of a launch carries this variable, and so does everything that those start.
 LAUNCH_ID = "HAPI_LAUNCH_ID"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit:
         raise
     except BaseException as exc:
-        _trim(exc)
+        trim(exc, __file__, runpy.__file__, "<frozen runpy>")
         write_error_file(exc)
         sys.excepthook(type(exc), exc, exc.__traceback__)
         return 130 if isinstance(exc, KeyboardInterrupt) else 1
@@ -86,11 +86,10 @@ def _run_module(name: str, args: Sequence[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _trim(exc: BaseException) -> None:
-    """Drop the frames of this file and of runpy: the traceback begins in the user's code."""
-    ours = (__file__, "<frozen runpy>", runpy.__file__)
+def trim(exc: BaseException, *files: str) -> None:
+    """Drop the outermost frames of the traceback that belong to ``files``: it then begins in the user's code."""
     frame = exc.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename in ours:
+    while frame is not None and frame.tb_frame.f_code.co_filename in files:
         frame = frame.tb_next
     exc.__traceback__ = frame
 

@@ -44,9 +44,7 @@ def choose_devices(
         count = len(chosen)
     if not count:
         if backend == "nccl":
-            raise ValueError(
-                "backend 'nccl' needs GPUs, but none is visible (torch.cuda.device_count() is 0)"
-            )
+            raise ValueError("backend 'nccl' needs GPUs, but none is visible (torch.cuda.device_count() is 0)")
         return nproc or cpu_default, environment
     if nproc is not None and nproc > count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")

@@ -2,11 +2,12 @@
 
 torch's dynamic c10d rendezvous does the finding. Added here: errors that say what to do, an order that follows
 ``--ips`` or ``--node_rank`` (c10d sorts address strings), a fresh store for the ranks in every round (torch
-reuses one, and after a restart Gloo finds keys of dead ranks there), and news between the launchers.
+keeps one, and after a restart Gloo finds keys of dead ranks there), and news between the launchers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -14,8 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -43,24 +44,29 @@ def is_local(host: str) -> bool:
     Raises:
         LaunchError: The name cannot be resolved.
     """
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except socket.gaierror as exc:
-        raise LaunchError(f"host {host!r} cannot be resolved ({exc.strerror})") from exc
-    for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
+    for family, address in _resolve(host, 0):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind(address)
             return True
     return False
 
 
+def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as exc:
+        raise LaunchError(f"host {host!r} cannot be resolved ({exc.strerror})") from exc
+    return [(family, address) for family, _, _, _, address in found]
+
+
 def own_address(host: str, port: int) -> str:
-    """The address of this machine from which ``host`` is reached. Sends nothing."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
+    """The address of this machine from which ``host`` is reached. Sends nothing.
+
+    Raises:
+        LaunchError: The name cannot be resolved, or there is no route.
+    """
+    family, address = _resolve(host, port)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(address)
         except OSError as exc:
@@ -86,9 +92,10 @@ def open_store(host: str, port: int, *, serve: bool, timeout: float, read_timeou
     if not serve:
         _wait_for_master(host, port, timeout)
     try:
-        return TCPStore(
-            host, port, is_master=serve, timeout=timedelta(seconds=read_timeout), wait_for_workers=False
-        )
+        connecting = timedelta(seconds=min(10.0, read_timeout))
+        store = TCPStore(host, port, is_master=serve, timeout=connecting, wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=read_timeout))
+        return store
     except (RuntimeError, ValueError) as exc:
         what = f"cannot listen on {host}:{port}" if serve else f"{host}:{port} answers, but not as a launcher"
         raise LaunchError(f"{what}: {str(exc).splitlines()[0]}") from exc
@@ -127,11 +134,7 @@ def _wait_for_master(host: str, port: int, timeout: float) -> None:
                 "machine, and check the address, the port and the firewall"
             )
         if not told:
-            print(  # noqa: T201
-                f"waiting up to {timeout:g} s for master {host}:{port} ({reason})",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"hapi.launch: waiting up to {timeout:g} s for master {host}:{port} ({reason})")
             told = True
         time.sleep(min(1.0, timeout / 10))
 
@@ -152,7 +155,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="launch watchdog", daemon=True)
         self._thread.start()
 
-    @contextmanager
+    @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """In this context the clock runs."""
         self._deadline = time.monotonic() + self._timeout

@@ -46,9 +46,7 @@ class DataParallelStrategy(Strategy):
             "static_graph": static_graph,
         }
 
-    def setup(
-        self, network: nn.Module, optimizer: Optimizer | None
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def setup(self, network: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """Wrap the network; rank 0's weights and buffers reach all ranks."""
         if self.env.world == 1 or not any(p.requires_grad for p in network.parameters()):
             return network, optimizer
@@ -61,15 +59,13 @@ class DataParallelStrategy(Strategy):
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """DDP's: gradients stay on the rank."""
-        inner = getattr(module, "_orig_mod", module)
+        inner: Any = getattr(module, "_orig_mod", module)
         context: AbstractContextManager[Any] = inner.no_sync()
         return context
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average one flat buffer over the ranks; a rank without gradients adds zeros."""
-        flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-        )
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
         dist.all_reduce(flat, group=self.env.group)
         flat /= self.env.world
         start = 0

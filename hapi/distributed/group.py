@@ -15,6 +15,7 @@ from hapi.distributed.environment import Environment, detect, resolve_device
 
 __all__ = ["ParallelEnv", "get_rank", "get_world_size", "init_parallel_env"]
 
+
 def init_parallel_env(
     backend: str | None = None,
     *,

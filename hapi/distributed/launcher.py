@@ -281,14 +281,10 @@ def run(options: LaunchOptions) -> int:
 
 def _launch(options: LaunchOptions, plan: Plan, launch_id: str) -> int:
     host, port = options.endpoint
-    store = open_store(
-        host, port, serve=plan.serve, timeout=options.timeout, read_timeout=options.peer_timeout
-    )
+    store = open_store(host, port, serve=plan.serve, timeout=options.timeout, read_timeout=options.peer_timeout)
 
     def lost() -> None:
-        tell(
-            f"hapi.launch: the launcher on master {host}:{port} has not answered for {options.peer_timeout:g} s"
-        )
+        tell(f"hapi.launch: master {host}:{port} has not answered for {options.peer_timeout:g} s")
         _bootstrap.kill_marked(launch_id)
         os._exit(1)
 

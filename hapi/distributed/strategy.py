@@ -26,9 +26,7 @@ class Strategy(ABC):
         self.env = env
 
     @abstractmethod
-    def setup(
-        self, network: nn.Module, optimizer: Optimizer | None
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def setup(self, network: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """Wrap the network, and point the optimizer at the wrapped parameters."""
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -52,10 +50,6 @@ class Strategy(ABC):
 class SingleDevice(Strategy):
     """One process, one device: nothing to wrap."""
 
-    def setup(
-        self, network: nn.Module, optimizer: Optimizer | None
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def setup(self, network: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """Return both as they are."""
         return network, optimizer
-
-

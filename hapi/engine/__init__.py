@@ -1,0 +1,1 @@
+"""The engine: what happens between two log points, and in which order."""

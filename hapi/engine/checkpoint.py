@@ -112,10 +112,8 @@ def _save(value: Any, path: Path) -> None:
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as exc:
         # torch's zip writer reports a short write as a RuntimeError without a reason.
-        if isinstance(exc, OSError) and exc.errno is not None:
-            reason = exc.strerror
-        else:
-            reason = str(exc).splitlines()[0]
+        known = isinstance(exc, OSError) and exc.errno is not None
+        reason = exc.strerror if known else str(exc).splitlines()[0]  # type: ignore[union-attr]
         raise OSError(
             getattr(exc, "errno", None) or 0,
             f"cannot write {path}: {reason} (is the disk full?); the previous checkpoint, if any, is whole",
@@ -197,9 +195,7 @@ def read_state(prefix: Path) -> dict[str, Any] | None:
     if not isinstance(state.get("format"), int):
         raise CheckpointError(f"{path} is not a training state of hapi (it has no format number)")
     if state["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {state['format']}; this hapi reads up to {FORMAT}. Use a newer hapi"
-        )
+        raise CheckpointError(f"{path} has format {state['format']}; this hapi reads up to {FORMAT}. Use a newer hapi")
     if state.get("weights_sha256") != _sha256(_weights_file(prefix)):
         raise CheckpointError(
             f"{path} belongs to other weights than {_weights_file(prefix).name}. "
@@ -307,15 +303,11 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
     return {
         "kind": type(optimizer).__name__,
         "state": {own[index]: value for index, value in packed["state"].items()},
-        "groups": [
-            {**group, "params": [own[index] for index in group["params"]]} for group in packed["param_groups"]
-        ],
+        "groups": [{**group, "params": [own[index] for index in group["params"]]} for group in packed["param_groups"]],
     }
 
 
-def fit_optimizer(
-    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]
-) -> dict[str, Any]:
+def fit_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """:func:`optimizer_state` as this optimizer's ``load_state_dict`` takes it. Changes nothing.
 
     Raises:

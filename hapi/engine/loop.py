@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ class Feed:
     split: Callable[[Any], Batch]
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """One batch of a step.
 
     Attributes:
@@ -125,8 +124,7 @@ def _train_epoch(
         progress.samples += share.rows
         stepped = share.last and update()
         progress.global_step += stepped
-        at_log_point = index == total or any(index % freq == 0 for freq in log_freqs)
-        if at_log_point and log_freqs:
+        if log_freqs and (index == total or _due(index, log_freqs)):
             run.logs = {**meters.read(), "lr": _learning_rate(run)}
             read_at = index
         if end:
@@ -138,18 +136,21 @@ def _train_epoch(
             scheduler.step()
         if read_at == index:
             _agree(run)
-        if control.requests and run.env.world == 1:
-            _carry_out(run, hooks)
-        elif read_at == index:
+        agreed = read_at == index or run.env.world == 1
+        if control.requests and agreed:
             _carry_out(run, hooks)
         if stepped and progress.global_step == last_step:
             control.request_stop("num_iters")
-        if control.stop and (run.env.world == 1 or read_at == index or control.stop == "num_iters"):
+        if control.stop and (agreed or control.stop == "num_iters"):
             break
     if index == 0:
         raise ValueError("fit: the training data has no batches")
     if read_at != index:
         run.logs = {**meters.read(), "lr": _learning_rate(run)}
+
+
+def _due(index: int, log_freqs: tuple[int, ...]) -> bool:
+    return any(index % freq == 0 for freq in log_freqs) if len(log_freqs) > 1 else index % log_freqs[0] == 0
 
 
 def _shares(run: Run, feed: Feed, loss: LossFunction) -> Iterator[Share]:
@@ -162,7 +163,7 @@ def _shares(run: Run, feed: Feed, loss: LossFunction) -> Iterator[Share]:
             batch = split(raw)
             yield Share(batch, None, True, batch.rows)
         return
-    batches = (None if raw is None else split(raw) for raw in raws)
+    batches: Iterator[Batch | None] = (None if raw is None else split(raw) for raw in raws)
     first = list(itertools.islice(batches, 1))
     # Whether weights lie in the labels shows in their shape and dtype; a rank without rows asks the others.
     counted = any(batch is not None and loss.counted(batch) for batch in first)
@@ -265,7 +266,7 @@ def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters:
             logs: Logs = {"step": index, "batch_size": rows}
             # An unknown length can differ between ranks, so nothing may be reduced on the way.
             known = loader.rows(0) is not None or run.env.world == 1
-            if known and index != total and any(index % freq == 0 for freq in log_freqs):
+            if known and index != total and _due(index, log_freqs):
                 logs.update(meters.read())
             if end:
                 fire(end, index - 1, logs)
@@ -349,7 +350,7 @@ def _step_epoch_scheduler(run: Run, logs: Logs) -> None:
     if scheduler is None or run.config.scheduler_interval != "epoch":
         return
     if isinstance(scheduler, ReduceLROnPlateau):
-        scheduler.step(logs.get("eval_loss", logs["loss"]))
+        scheduler.step(logs["eval_loss"] if "eval_loss" in logs else logs["loss"])
     else:
         scheduler.step()
 
@@ -372,7 +373,10 @@ def _agree(run: Run) -> None:
 
 def _carry_out(run: Run, hooks: Hooks) -> None:
     """Do what callbacks asked for."""
-    requests, run.control.requests = run.control.requests, []
+    # Weights that are put back go into the files that are written at the same moment.
+    order = ("keep", "restore", "save")
+    requests = sorted(run.control.requests, key=lambda request: order.index(request.action))
+    run.control.requests = []
     for request in requests:
         if request.action == "save":
             prefix = Path(request.path).absolute()

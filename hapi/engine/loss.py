@@ -50,10 +50,12 @@ class Term:
         reduction = getattr(function, "reduction", None)
         self.is_sum = reduction == "sum"
         self.classifies = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss))
+        self._ignores_nothing = (
+            self.classifies and not self.is_sum and function.ignore_index == -100 and function.weight is None  # type: ignore[attr-defined]
+        )
         self._summed = self._each = function
         if isinstance(function, nn.Module) and isinstance(reduction, str):
-            self._summed, self._each = copy.copy(function), copy.copy(function)
-            self._summed.reduction, self._each.reduction = "sum", "none"
+            self._summed, self._each = _reducing(function, "sum"), _reducing(function, "none")
         self.keywords = _parameter_names(function)
 
     def counted(self, labels: Labels, weight: Tensor | None) -> bool:
@@ -77,9 +79,7 @@ class Term:
         if weight is not None:
             total, count = self.total(outputs, labels, weight, rows)
             return (total, rows) if self.is_sum else (total / count, count)
-        value = self._call(self.function, outputs, labels)
-        if value.ndim:
-            value = self._per_row(value, rows).mean()
+        value = self.checked(self._call(self.function, outputs, labels), rows)
         return value, self.count(labels, None, rows)
 
     def total(self, outputs: Any, labels: Labels, weight: Tensor | None, rows: int) -> tuple[Tensor, Count]:
@@ -126,7 +126,7 @@ class Term:
         if target.ndim == 2 and target.shape[1] == 1:
             target = target.squeeze(1)
         function: Any = self.function
-        valid = target != function.ignore_index
+        valid: Tensor = target != function.ignore_index
         if function.weight is None:
             return valid.to(torch.float32)
         chosen: Tensor = function.weight[torch.where(valid, target, 0).long()] * valid
@@ -134,7 +134,8 @@ class Term:
 
     def _target(self, labels: Labels) -> Tensor | None:
         chosen = self._labels(labels)
-        return next(iter(chosen.values() if isinstance(chosen, dict) else chosen), None)
+        values = tuple(chosen.values()) if isinstance(chosen, dict) else chosen
+        return values[0] if values else None
 
     def _labels(self, labels: Labels) -> Labels:
         index, count = self.place
@@ -163,28 +164,52 @@ class Term:
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def _call(self, function: Callable[..., Any], outputs: Any, labels: Labels) -> Tensor:
-        chosen, given = self._labels(labels), self._outputs(outputs)
+        mine, given = self._labels(labels), self._outputs(outputs)
         named: dict[str, Tensor] = {}
-        if isinstance(chosen, dict):
-            if len(chosen) > 1 and any(name in self.keywords for name in chosen):
-                chosen, named = (), chosen
-            else:
-                chosen = tuple(chosen.values())
+        chosen: tuple[Tensor, ...] = ()
+        if isinstance(mine, tuple):
+            chosen = mine
+        elif len(mine) > 1 and any(name in self.keywords for name in mine):
+            named = mine
+        else:
+            chosen = tuple(mine.values())
         if self.classifies and len(chosen) == 1 and type(given[0]) is Tensor:
             chosen = (class_labels(given[0], chosen[0]),)
         try:
             value = function(*given, *chosen, **named)
         except Exception as exc:
-            add_note(
-                exc,
-                f"while computing the loss {self._label()} of outputs {describe(given)} "
-                f"and labels {describe(named or chosen)}"
-                + ("" if chosen or named else ": the batch has no labels left for it"),
-            )
+            self.explain(exc, given, chosen, named)
             raise
-        if type(value) is not Tensor and not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             raise TypeError(f"the loss {self._label()} gave {describe(value)}; accepted: a tensor")
         return value
+
+    def one_per_row(self, output: Tensor, labels: tuple[Tensor, ...]) -> bool:
+        """For a classification loss: whether every row has one plain label in the form that torch wants."""
+        return (
+            self._ignores_nothing
+            and len(labels) == 1
+            and labels[0].dtype is torch.int64
+            and labels[0].ndim == 1
+            and output.ndim == 2
+        )
+
+    def checked(self, value: Any, rows: int) -> Tensor:
+        """A loss's value as a scalar tensor: the mean of one value per sample."""
+        if type(value) is Tensor and value.ndim == 0:
+            return value
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the loss {self._label()} gave {describe(value)}; accepted: a tensor")
+        return self._per_row(value, rows).mean() if value.ndim else value
+
+    def explain(self, exc: Exception, outputs: Any, labels: Any, named: Any) -> None:
+        """Say which loss failed, and on what."""
+        add_note(
+            exc,
+            f"while computing the loss {self._label()} of outputs {describe(outputs)} "
+            f"and labels {describe(named or labels)}"
+            + ("" if labels or named else ": the batch has no labels left for it"),
+        )
 
     def _per_row(self, value: Tensor, rows: int) -> Tensor:
         if value.shape[0] != rows:
@@ -211,6 +236,7 @@ class LossFunction:
     def __init__(self, terms: Sequence[Term], class_weight: Tensor | None = None) -> None:
         self.terms = tuple(terms)
         self.class_weight = class_weight
+        self._plain = terms[0] if len(terms) == 1 and class_weight is None else None
         self.names = ("loss",) if len(terms) == 1 else ("loss", *(term.name for term in terms))
         self.scales = tuple(term.scale for term in terms)
 
@@ -251,6 +277,16 @@ class LossFunction:
 
     def means(self, outputs: Any, batch: Batch) -> list[tuple[Tensor, Count]]:
         """Each term as the user defined it, with its weight."""
+        plain = self._plain
+        if plain is not None and type(outputs) is Tensor and batch.weight is None and type(batch.labels) is tuple:
+            labels = batch.labels
+            if not plain.classifies or plain.one_per_row(outputs, labels):
+                try:
+                    value = plain.function(outputs, *labels)
+                except Exception as exc:
+                    plain.explain(exc, (outputs,), labels, {})
+                    raise
+                return [(plain.checked(value, batch.rows), batch.rows)]
         weight = self.weight(batch)
         return [term.mean(outputs, batch.labels, weight, batch.rows) for term in self.terms]
 
@@ -288,6 +324,13 @@ def normalize_outputs(outputs: Any) -> Any:
     raise TypeError(
         f"the network's forward gave {describe(outputs)}; accepted: a tensor, a tuple, list or dict of tensors"
     )
+
+
+def _reducing(function: Any, reduction: str) -> Any:
+    """The same loss module, buffers shared, with another reduction."""
+    twin = copy.copy(function)
+    twin.reduction = reduction
+    return twin
 
 
 def _like_rows(weight: Tensor, each: Tensor) -> Tensor:

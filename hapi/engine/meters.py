@@ -170,7 +170,10 @@ class Meters:
         for index, routed in enumerate(self.metrics):
             metric = routed.metric
             try:
-                arguments = routed.arguments(outputs, labels)
+                if routed.route is None and type(outputs) is Tensor and type(labels) is tuple:
+                    arguments: tuple[Any, ...] = (outputs, *labels)
+                else:
+                    arguments = routed.arguments(outputs, labels)
                 if isinstance(metric, Metric):
                     metric.update(*arguments)
                 elif self.env.world == 1:
@@ -183,8 +186,8 @@ class Meters:
 
     def read(self) -> Logs:
         """The values so far, over all ranks. Every rank must call it; the host waits for the device once."""
-        for metric in self._torch:
-            metric.flush()
+        for torch_metric in self._torch:
+            torch_metric.flush()
         host = self._reduced()
         head = host["sum"]
         logs = self._loss_logs(head) if self.loss else {}

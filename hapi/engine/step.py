@@ -89,8 +89,6 @@ def build_train_step(
 
     def whole(parts: Parts) -> Tensor:
         """The objective of a batch that is the whole step: the loss as the user defined it."""
-        if plain:
-            return parts[0][0]
         return _add([value if scale == 1.0 else value * scale for (value, _), scale in zip(parts, scales, strict=True)])
 
     def share(parts: Parts, totals: Sequence[Count], as_means: bool) -> Tensor:
@@ -108,40 +106,37 @@ def build_train_step(
             shares.append(factored if scale == 1.0 else factored * scale)
         return _add(shares)
 
-    def forward(batch: Batch) -> Any:
+    def forward(batch: Batch, totals: Sequence[Count] | None) -> tuple[Any, Parts, Tensor, bool]:
         args, kwargs = batch.args, batch.kwargs
         outputs = module(*args, **kwargs) if kwargs else module(*args)
-        return outputs if type(outputs) is Tensor else normalize_outputs(outputs)
+        if type(outputs) is not Tensor:
+            outputs = normalize_outputs(outputs)
+        if totals is None:
+            parts = means(outputs, batch)
+            return outputs, parts, parts[0][0] if plain else whole(parts), True
+        as_means = all(isinstance(total, int) for total in totals)
+        parts = means(outputs, batch) if as_means else totals_of(outputs, batch)
+        return outputs, parts, share(parts, totals, as_means), as_means
 
     def micro(batch: Batch, totals: Sequence[Count] | None, exchange: bool) -> tuple[Any, Parts]:
-        as_means = True
-        with cast() if casts else nullcontext():
-            outputs = forward(batch)
-            if totals is None:
-                parts = means(outputs, batch)
-                objective = whole(parts)
-            else:
-                as_means = all(isinstance(total, int) for total in totals)
-                parts = means(outputs, batch) if as_means else totals_of(outputs, batch)
-                objective = share(parts, totals, as_means)
-        backward(objective)
-        add_losses(parts, means=as_means)
-        if watched:
-            outputs = detached(outputs)
-        add_metrics(outputs, batch)
-        return outputs, parts
-
-    def backward(objective: Tensor) -> None:
+        if casts:
+            with cast():
+                outputs, parts, objective, as_means = forward(batch, totals)
+        else:
+            outputs, parts, objective, as_means = forward(batch, totals)
         try:
-            (objective if scaler is None else scaler.scale(objective)).backward()
+            (objective if scaler is None else scaler.scale(objective)).backward()  # type: ignore[no-untyped-call]
         except RuntimeError as exc:
             if not objective.requires_grad:
                 add_note(exc, "the loss does not depend on any parameter that requires a gradient")
             raise
+        add_losses(parts, means=as_means)
+        if watched:
+            outputs = outputs.detach() if type(outputs) is Tensor else detached(outputs)
+        add_metrics(outputs, batch)
+        return outputs, parts
 
-    def micro_without_exchange(
-        batch: Batch, totals: Sequence[Count] | None, exchange: bool
-    ) -> tuple[Any, Parts]:
+    def micro_without_exchange(batch: Batch, totals: Sequence[Count] | None, exchange: bool) -> tuple[Any, Parts]:
         assert no_sync is not None
         if exchange:
             return micro(batch, totals, exchange)
@@ -152,7 +147,7 @@ def build_train_step(
         for parameter in every_parameter:
             parameter.grad = None
 
-    update = _build_update(optimizer, parameters, clear, config, scaler)
+    update = _build_update(optimizer, parameters, every_parameter, config, scaler)
     if masters is not None:
         update = _through_masters(update, masters)
     return TrainStep(micro if no_sync is None else micro_without_exchange, update, clear)
@@ -161,7 +156,7 @@ def build_train_step(
 def _build_update(
     optimizer: Optimizer,
     parameters: list[nn.Parameter],
-    clear: Callable[[], None],
+    every_parameter: list[nn.Parameter],
     config: FitConfig,
     scaler: torch.amp.GradScaler | None,
 ) -> Callable[[], bool]:
@@ -179,7 +174,8 @@ def _build_update(
         if clips:
             clip()
         optimizer.step()
-        clear()
+        for parameter in every_parameter:
+            parameter.grad = None
         return True
 
     if scaler is None:
@@ -200,7 +196,8 @@ def _build_update(
         before = scaler.get_scale() if in_kernel else 0.0
         scaler.step(optimizer)
         scaler.update(fixed_scale)
-        clear()
+        for parameter in every_parameter:
+            parameter.grad = None
         return scaler.get_scale() >= before if in_kernel else bool(stepped)
 
     return update_scaled

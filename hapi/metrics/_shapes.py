@@ -37,9 +37,7 @@ def mismatch(metric: Metric, output: Tensor, label: Tensor, accepted: str) -> Va
 def check_class_axis(metric: Metric, class_axis: int | None) -> int | None:
     """Refuse an axis that cannot hold classes."""
     if class_axis not in (None, 1, -1):
-        raise ValueError(
-            f"{_who(metric)}: class_axis={class_axis!r}; accepted: 1, -1 or None (from the shapes)"
-        )
+        raise ValueError(f"{_who(metric)}: class_axis={class_axis!r}; accepted: 1, -1 or None (from the shapes)")
     return class_axis
 
 
@@ -48,9 +46,7 @@ def is_single_column(output: Tensor) -> bool:
     return output.ndim < 2 or output.shape[1] == 1
 
 
-def class_scores(
-    metric: Metric, output: Tensor, label: Tensor, class_axis: int | None = None
-) -> tuple[Tensor, Tensor]:
+def class_scores(metric: Metric, output: Tensor, label: Tensor, class_axis: int | None = None) -> tuple[Tensor, Tensor]:
     """Scores ``[N, C, d...]`` and class labels ``[N, d...]``.
 
     Labels may have an axis of one in the place of the classes, or be one-hot or probabilities of the output's
@@ -61,18 +57,15 @@ def class_scores(
             last.
     """
     shape, found = output.shape, label.shape
-    if output.ndim == 2 and found == shape[:1]:
-        return output, label
+    if output.ndim == 2 and found[:1] == shape[:1] and label.numel() == shape[0]:
+        return output, label if label.ndim == 1 else label.reshape(-1)
     if output.ndim < 2:
         raise mismatch(metric, output, label, _CLASSES)
     if output.ndim == 2:
-        axes = [1]
-    else:
-        axes = [1, output.ndim - 1] if class_axis is None else [class_axis % output.ndim]
+        class_axis = 1
+    axes = [1, output.ndim - 1] if class_axis is None else [class_axis % output.ndim]
     fitting = [
-        axis
-        for axis in axes
-        if found in (shape[:axis] + shape[axis + 1 :], (*shape[:axis], 1, *shape[axis + 1 :]))
+        axis for axis in axes if found in (shape[:axis] + shape[axis + 1 :], (*shape[:axis], 1, *shape[axis + 1 :]))
     ]
     if len(fitting) > 1:
         raise mismatch(
@@ -96,9 +89,7 @@ def class_scores(
 _CLASSES = "[N, C] with [N], [N, 1] or [N, C]; [N, C, d...] or [N, d..., C] with [N, d...]"
 
 
-def positive_scores(
-    metric: Metric, output: Tensor, label: Tensor, *, from_logits: bool
-) -> tuple[Tensor, Tensor]:
+def positive_scores(metric: Metric, output: Tensor, label: Tensor, *, from_logits: bool) -> tuple[Tensor, Tensor]:
     """The score of the positive class and the label, of one shape.
 
     One column is the score. Of two columns the second is; from logits it is their difference, which is the
@@ -110,16 +101,15 @@ def positive_scores(
         score = output.squeeze(1)
     else:
         score = output
-    if label.ndim == score.ndim + 1 and label.shape[1] == 1:
-        label = label.squeeze(1)
-    if score.ndim == 0 or label.shape != score.shape or (score is output and output.ndim == 2):
+    found = label.squeeze(1) if label.ndim == score.ndim + 1 > 1 else label
+    if score.ndim == 0 or found.shape != score.shape or (score is output and output.ndim == 2):
         raise mismatch(
             metric,
             output,
             label,
             "[N], [N, 1] or [N, 2] with [N] or [N, 1]; [N, 1, d...] or [N, d...] with [N, d...]",
         )
-    return score, label
+    return score, found
 
 
 def cut(metric: Metric, threshold: float, *, from_logits: bool) -> float:

@@ -114,9 +114,7 @@ class ReferenceMetric:
         name = self.inner.name()
         names = [name] if isinstance(name, str) else name
         if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) for n in names):
-            raise TypeError(
-                f"{type(self.inner).__name__}.name() gave {name!r}; accepted: a str or a list of str"
-            )
+            raise TypeError(f"{type(self.inner).__name__}.name() gave {name!r}; accepted: a str or a list of str")
         return name if isinstance(name, str) else list(names)
 
     def __repr__(self) -> str:
@@ -179,9 +177,7 @@ def as_metric(obj: Any) -> list[Metric | ReferenceMetric]:
         return [ReferenceMetric(obj)]
     if isinstance(obj, Metric):
         if not hasattr(obj, "specs"):
-            raise TypeError(
-                f"{type(obj).__name__}.__init__ must call super().__init__() before it declares states"
-            )
+            raise TypeError(f"{type(obj).__name__}.__init__ must call super().__init__() before it declares states")
         return [obj]
     if is_torch_collection(obj):
         return list(expand(obj))
@@ -207,7 +203,5 @@ def by_name(word: str) -> Metric:
     """
     make = _BY_NAME.get(word.lower())
     if make is None:
-        raise ValueError(
-            f"no metric is called {word!r}; accepted: {', '.join(_BY_NAME)}{suggest(word, _BY_NAME)}"
-        )
+        raise ValueError(f"no metric is called {word!r}; accepted: {', '.join(_BY_NAME)}{suggest(word, _BY_NAME)}")
     return make()

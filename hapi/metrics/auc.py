@@ -118,19 +118,13 @@ class Auc(Metric):
             positives, negatives = totals["positives"].numpy()[::-1], totals["negatives"].numpy()[::-1]
         if not positives.sum() or not negatives.sum():
             return 0.0
-        return (
-            _roc_area(positives, negatives)
-            if self.curve == "ROC"
-            else _average_precision(positives, negatives)
-        )
+        return _roc_area(positives, negatives) if self.curve == "ROC" else _average_precision(positives, negatives)
 
     def _counts_by_score(self, score: Tensor, positive: Tensor) -> tuple[Counts, Counts]:
         """Positives and negatives at every different score, from the highest down."""
         bad = int((~score.isfinite()).sum())
         if bad:
-            raise ValueError(
-                f"Auc {self._name!r}: {bad} scores are NaN or infinite; accepted: finite numbers"
-            )
+            raise ValueError(f"Auc {self._name!r}: {bad} scores are NaN or infinite; accepted: finite numbers")
         values, place = np.unique(score.double().numpy(), return_inverse=True)
         truth: NDArray[Any] = positive.double().numpy()
         place = place.reshape(-1)

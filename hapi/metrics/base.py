@@ -148,9 +148,7 @@ class Metric:
         """In a hand-written loop: move the states to where the outputs are (no-op once bound)."""
         if not self._bound:
             if device.type == "mps" and self.state:
-                raise TypeError(
-                    f"{self!r}: the device 'mps' has no float64; update with output.cpu(), label.cpu()"
-                )
+                raise TypeError(f"{self!r}: the device 'mps' has no float64; update with output.cpu(), label.cpu()")
             for name, tensor in self.state.items():
                 if tensor.device != device:
                     self.state[name] = tensor.to(device)

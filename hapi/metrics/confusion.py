@@ -42,9 +42,7 @@ class _ConfusionCounts(Metric):
                 "accepted for several classes: average='macro', 'micro' or 'weighted'"
             )
         if average != "binary" and (num_classes is None or num_classes < 2):
-            raise ValueError(
-                f"{kind}: average={average!r} needs num_classes of 2 or more; given: {num_classes!r}"
-            )
+            raise ValueError(f"{kind}: average={average!r} needs num_classes of 2 or more; given: {num_classes!r}")
         self.average = average
         self.num_classes = num_classes
         self.ignore_index = ignore_index
@@ -205,9 +203,7 @@ class ConfusionMatrix(Metric):
         if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 2:
             raise ValueError(f"ConfusionMatrix: num_classes={num_classes!r}; accepted: an int of 2 or more")
         if normalize not in _NORMALIZE:
-            raise ValueError(
-                f"ConfusionMatrix: normalize={normalize!r}; accepted: None, 'true', 'pred' or 'all'"
-            )
+            raise ValueError(f"ConfusionMatrix: normalize={normalize!r}; accepted: None, 'true', 'pred' or 'all'")
         self.num_classes = num_classes
         self.normalize = normalize
         self.ignore_index = ignore_index

@@ -36,9 +36,7 @@ class Perplexity(Metric):
         10.0
     """
 
-    def __init__(
-        self, ignore_index: int = -100, name: str = "perplexity", *, class_axis: int | None = None
-    ) -> None:
+    def __init__(self, ignore_index: int = -100, name: str = "perplexity", *, class_axis: int | None = None) -> None:
         super().__init__(name)
         self.ignore_index = ignore_index
         self._class_axis = check_class_axis(self, class_axis)

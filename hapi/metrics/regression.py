@@ -124,9 +124,7 @@ class R2(Metric):
         found, truth = paired(self, output, label)
         columns = found.shape[1] if found.ndim == 2 else 1
         if found.ndim not in (1, 2) or columns != self.num_outputs:
-            raise mismatch(
-                self, output, label, f"num_outputs={self.num_outputs} columns ([N] and [N, 1] have one)"
-            )
+            raise mismatch(self, output, label, f"num_outputs={self.num_outputs} columns ([N] and [N, 1] have one)")
         found, truth = found.reshape(-1, columns), truth.reshape(-1, columns).double()
         self.state["label"].add_(truth.sum(0))
         self.state["label_squared"].add_(truth.square().sum(0))

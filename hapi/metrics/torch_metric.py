@@ -46,7 +46,7 @@ class TorchMetric(Metric):
     torchmetrics does, over the ranks that had data.
 
     Args:
-        metric: The metric. Wrappers and compositions of metrics work too.
+        metric: The metric, which is reset. Wrappers and compositions of metrics work too.
         name: The name in logs; by default the class's in snake case. A metric whose result is a dict has
             one name per key, behind ``name_`` where a name is given.
 
@@ -90,6 +90,7 @@ class TorchMetric(Metric):
             self.add_state(_UPDATES)
         self._keys = _keys_of_result(metric)
         self._prefix = "" if name is None else f"{name}_"
+        self.reset()
 
     def name(self) -> str | list[str]:
         """The name, or one per key of a result that is a dict."""
@@ -129,9 +130,7 @@ class TorchMetric(Metric):
     def _flush_rows(self, key: str, rows: Sequence[Any]) -> None:
         strange = next((row for row in rows if not isinstance(row, Tensor)), None)
         if strange is not None:
-            raise TypeError(
-                f"{self._who()}: its state {key!r} holds a {type(strange).__name__}; accepted: tensors"
-            )
+            raise TypeError(f"{self._who()}: its state {key!r} holds a {type(strange).__name__}; accepted: tensors")
         # Gathered rows come as one tensor. Where each of them ends may matter (a box list per image).
         self.lists[key][:] = [row.detach().flatten() for row in rows]
         self.lists[key + _SHAPES][:] = [torch.tensor([row.ndim, *row.shape]) for row in rows]
@@ -198,6 +197,8 @@ class TorchMetric(Metric):
                 self.state[key] = spec.initial()
         super().reset()
         self.metric.reset()
+        for member, _ in self._members():
+            member._update_count = 0  # a composition does not reset its own
 
     def restore(self, saved: TorchMetric) -> None:
         """Take the states of ``saved``, an earlier deep copy of this metric."""

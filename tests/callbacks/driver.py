@@ -26,9 +26,7 @@ class Driver:
         self,
         callbacks: Iterable[Callback],
         *,
-        train: Callable[[int, int], dict[str, Any]] = lambda epoch, batch: {
-            "loss": 1.0 / (epoch * 10 + batch)
-        },
+        train: Callable[[int, int], dict[str, Any]] = lambda epoch, batch: {"loss": 1.0 / (epoch * 10 + batch)},
         evaluate: Callable[[int], dict[str, Any]] | None = None,
         metrics: Sequence[str] = ("loss",),
         batches: int = 4,

@@ -136,9 +136,7 @@ def test_last_line_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("batches", "steps"), [(1, ["1/1"]), (2, ["2/2"]), (4, ["2/4", "4/4"])])
-def test_predict_prints_its_last_line(
-    capsys: pytest.CaptureFixture[str], batches: int, steps: list[str]
-) -> None:
+def test_predict_prints_its_last_line(capsys: pytest.CaptureFixture[str], batches: int, steps: list[str]) -> None:
     Driver([ProgBarLogger()], eval_batches=batches).predict()
     lines = [f"step {step} - T/step" for step in steps]
     assert printed(capsys) == ["Predict begin...", *lines, f"Predict samples: {4 * batches}"]
@@ -189,18 +187,14 @@ def test_verbose_3_measures(monkeypatch: pytest.MonkeyPatch) -> None:
         phase.mark_read()
         phase.mark_end({"step": step, "batch_size": 8})
     # Reading 0.5 and 0.1 s, computing the rest of 2 s, 16 rows.
-    assert phase.costs() == (
-        " - avg_reader_cost: 0.30000 sec - avg_batch_cost: 1.00000 sec - ips: 8.00000 samples/sec"
-    )
+    assert phase.costs() == (" - avg_reader_cost: 0.30000 sec - avg_batch_cost: 1.00000 sec - ips: 8.00000 samples/sec")
     assert phase.seconds_per_batch() == 1.0
 
 
 class Added(Callback):
     def on_train_batch_end(self, step: int, logs: dict[str, Any] | None = None) -> None:
         assert logs is not None
-        logs.update(
-            ppl=3, curve=np.ones(3), parts=[0.5, 2.0], half=torch.tensor(0.5), note="ok", outputs=[1.0]
-        )
+        logs.update(ppl=3, curve=np.ones(3), parts=[0.5, 2.0], half=torch.tensor(0.5), note="ok", outputs=[1.0])
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         assert logs is not None
@@ -210,10 +204,7 @@ class Added(Callback):
 def test_values_added_by_callbacks(capsys: pytest.CaptureFixture[str]) -> None:
     Driver([Added(), ProgBarLogger()]).fit(1)
     lines = printed(capsys)
-    assert (
-        lines[2]
-        == "step 2/4 - loss: 0.5000 - ppl: 3 - parts: 0.5000 2.0000 - half: 0.5000 - note: ok - T/step"
-    )
+    assert lines[2] == "step 2/4 - loss: 0.5000 - ppl: 3 - parts: 0.5000 2.0000 - half: 0.5000 - note: ok - T/step"
     assert lines[4] == "Epoch 1/1 done - loss: 0.2500 - ppl: 4.0000 - lr: 1.0000e-01 - T"
 
 
@@ -299,9 +290,9 @@ def test_failure_prints_no_summary(capsys: pytest.CaptureFixture[str], phase: st
 class Terminal:
     """A pseudo-terminal as ``sys.stdout``; ``text`` is all that was written to it."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, lines: int) -> None:
         self._reader, writer = pty.openpty()
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.stream = os.fdopen(writer, "w", encoding="utf-8")
 
     def close(self) -> str:
@@ -317,9 +308,9 @@ class Terminal:
         return b"".join(parts).decode()
 
 
-def on_terminal(action: Any, monkeypatch: pytest.MonkeyPatch, columns: int = 160) -> str:
+def on_terminal(action: Any, monkeypatch: pytest.MonkeyPatch, columns: int = 160, lines: int = 24) -> str:
     monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal(columns)
+    terminal = Terminal(columns, lines)
     with contextlib.redirect_stdout(terminal.stream):
         action()
     return terminal.close()
@@ -364,12 +355,14 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@pytest.mark.parametrize(("columns", "width"), [(40, 39), (0, 79)])  # 0: the terminal does not say
-def test_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("columns", "lines", "width"), [(40, 24, 39), (0, 0, 79), (40, 0, 39), (0, 24, 79)]
+)  # 0: the terminal does not say
+def test_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, lines: int, width: int) -> None:
     driver = Driver([ProgBarLogger()], train=train, metrics=NAMES, verbose=1)
-    lines = screen(on_terminal(lambda: driver.fit(1), monkeypatch, columns))
-    assert lines[2].startswith("step 4/4 [=")
-    assert len(lines[2]) == width
+    shown = screen(on_terminal(lambda: driver.fit(1), monkeypatch, columns, lines))
+    assert shown[2].startswith("step 4/4 [=")
+    assert len(shown[2]) == width
 
 
 def test_bar_without_length(monkeypatch: pytest.MonkeyPatch) -> None:

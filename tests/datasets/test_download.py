@@ -24,9 +24,7 @@ def is_content(path: Path) -> None:
 
 
 def get(server: FileServer, folder: Path, *mirrors: str, **kwargs: int) -> Path:
-    return fetch(
-        "data.bin", [f"{server.url}/{m}/data.bin" for m in mirrors], folder, check=is_content, **kwargs
-    )
+    return fetch("data.bin", [f"{server.url}/{m}/data.bin" for m in mirrors], folder, check=is_content, **kwargs)
 
 
 def names(folder: Path) -> list[str]:
@@ -129,9 +127,7 @@ def test_a_wrong_file_sends_to_the_second_mirror(server: FileServer, tmp_path: P
 
 def test_a_wrong_file_everywhere(server: FileServer, tmp_path: Path) -> None:
     server.files.update({"/a/data.bin": WRONG, "/b/data.bin": WRONG})
-    with pytest.raises(
-        DatasetNotFoundError, match=r"(?s)/a/data.bin: gave a wrong file.*/b/data.bin: gave a wrong"
-    ):
+    with pytest.raises(DatasetNotFoundError, match=r"(?s)/a/data.bin: gave a wrong file.*/b/data.bin: gave a wrong"):
         get(server, tmp_path, "a", "b")
     assert names(tmp_path) == []
 

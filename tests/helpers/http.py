@@ -17,7 +17,7 @@ class FileServer:
 
     Attributes:
         files: ``"/mirror/name.gz"`` -> content.
-        cuts: Path -> for each request, after how many body bytes to hang up; None or the list's end: not at all.
+        cuts: Path -> for each request, after how many body bytes to hang up; None, or the list's end: never.
         statuses: Path -> for each request, the HTTP code to answer with; the list's end: a normal answer.
         ranges: Whether to resume.
         announce_length: Whether to send Content-Length.

@@ -58,7 +58,6 @@ def test_three_uneven_ranks_one_of_them_empty(case: Case) -> None:
     close(shards[1].compute(merge(shards)), case.expected(*data), case.tolerance)
     for shard in shards:
         assert shard.buffer[0] == shard.buffer[-1] == 7.0
-        assert all(state.data_ptr() != 0 for state in shard.state.values())
 
 
 @each_case
