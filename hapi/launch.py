@@ -72,7 +72,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         if name.startswith("--"):
             name = "--" + name[2:].replace("-", "_")
         if name not in actions:
-            guess = suggest(name, actions)
+            guess = suggest(name.lstrip("-"), [known.lstrip("-") for known in actions])
             parser.error(f"unknown option {token!r} before the script{guess}; options of the script follow its name")
         ours.append(name + equals + value)
         if not equals and actions[name].nargs is None and rest:

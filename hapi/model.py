@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hapi import export, resolve
-from hapi import summary as summaries
 from hapi.callbacks import Callback, History
 from hapi.data.batch import Batch, Fields, Signature, Splitter
 from hapi.data.loader import Loader, leaves
@@ -36,6 +35,7 @@ from hapi.engine.master import MasterWeights
 from hapi.engine.meters import Meters, RoutedMetric
 from hapi.engine.rng import draw_seed
 from hapi.engine.state import Control, Logs, Progress, Run, Stateful
+from hapi.summary import summary
 
 __all__ = ["Model"]
 
@@ -90,6 +90,7 @@ class Model:
         self._scheduler: Any = None
         self._loss: LossFunction | None = None
         self._metrics: list[RoutedMetric] = []
+        self._base_rates: list[Any] = []
         self._config = FitConfig()
         self._scaler: torch.amp.GradScaler | None = None
         self._masters: MasterWeights | None = None
@@ -193,6 +194,7 @@ class Model:
             self._masters.undo()
             self._masters = None
         self._optimizer, self._scheduler, self._loss = made_optimizer, made_scheduler, made_loss
+        self._base_rates = [group["lr"] for group in made_optimizer.param_groups] if made_optimizer else []
         self._metrics, self._config, self._sample_weight = made_metrics, config, sample_weight
         self._channels_last, self._strategy_choice = channels_last, strategy
         self._compile = compile if isinstance(compile, dict) else {} if compile else None
@@ -408,9 +410,8 @@ class Model:
             total = config.epochs * -(-loader.batches // config.accumulate)
         if config.scheduler_interval == "epoch":
             total = config.epochs
-        for group in optimizer.param_groups:
-            if "initial_lr" in group:
-                group["lr"] = group.pop("initial_lr")
+        for group, rate in zip(optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate
         run.scheduler = self._scheduler(optimizer, total)
         run.parts["scheduler"] = run.scheduler
 
@@ -879,10 +880,10 @@ class Model:
             input_size = [spec for spec in self._inputs.specs if spec is not None]
         if input_size is None and self._example is not None:
             example = self._example
-            return summaries.summary(self.network, input=example.args or example.kwargs)
+            return summary(self.network, input=example.args, **example.kwargs)
         if input_size is None:
             raise ValueError("summary: give input_size, for example (1, 1, 28, 28)")
-        return summaries.summary(self.network, input_size, dtype)
+        return summary(self.network, input_size, dtype)
 
     @property
     def stop_training(self) -> bool:

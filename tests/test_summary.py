@@ -230,9 +230,12 @@ def test_depth_folds_what_is_deeper(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_module_list_is_not_a_level(capsys: pytest.CaptureFixture[str]) -> None:
-    net = Call(lambda self, x: self.items[1](self.items[0](x)), items=nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    block = Call(lambda self, x: self.inner(x), inner=Call(lambda self, x: self.fc(x), fc=nn.Linear(2, 2)))
+    net = Call(lambda self, x: self.items[0](x), items=nn.ModuleList([block]))
     summary(net, (1, 2), depth=1)
-    assert [row[0] for row in table(capsys)[0]] == ["Linear-1", "Linear-2"]
+    assert [(row[0], row[-1]) for row in table(capsys)[0]] == [("Call-1", "6")]
+    summary(net, (1, 2), depth=2)
+    assert [(row[0], row[-1]) for row in table(capsys)[0]] == [("Call-1", "6"), ("Call-2", "0")]
 
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2"])
@@ -494,9 +497,12 @@ def test_a_layer_whose_error_the_net_catches(capsys: pytest.CaptureFixture[str])
             x = self.right(x)
         return self.last(x)
 
-    net = Call(forward, wrong=nn.Sequential(nn.Linear(5, 2)), right=nn.Linear(4, 2), last=nn.Linear(2, 2))
-    net = nn.Sequential(net)
-    assert flops(net, (3, 4), print_detail=True, verbose=False) == 3 * (8 + 4)
+    class Wrong(nn.Linear):
+        pass
+
+    layers = {"wrong": nn.Sequential(Wrong(5, 2)), "right": nn.Linear(4, 2), "last": nn.Linear(2, 2)}
+    net = nn.Sequential(Call(forward, **layers))
+    assert flops(net, (3, 4), {Wrong: lambda *_: 1000}, print_detail=True, verbose=False) == 3 * (8 + 4)
     rows, _ = table(capsys)
     assert [(row[0], row[-1]) for row in rows] == [("Linear-1", "24"), ("Linear-2", "12"), ("Call-1", "0")]
 
@@ -605,6 +611,18 @@ def test_flops_inside_and_outside_of_layers(capsys: pytest.CaptureFixture[str]) 
         ("ReLU-1", "0", "0"),
     ]
     assert footer["Outside the rows"] == "0 params, 30 flops"
+
+
+def test_products_of_a_layer_without_a_row_go_to_the_row_around_it(capsys: pytest.CaptureFixture[str]) -> None:
+    class Twice(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ torch.ones(6, 2)
+
+    net = Call(lambda self, x: self.block(x), block=Call(lambda self, x: self.seq(x), seq=Twice(nn.Linear(4, 6))))
+    flops(net, (3, 4), print_detail=True, verbose=False)
+    rows, footer = table(capsys)
+    assert [(row[0], row[-1]) for row in rows] == [("Linear-1", "72"), ("Call-1", "36")]
+    assert footer["Outside the rows"] == "0 params, 0 flops"
 
 
 def test_custom_ops_replace_what_was_counted_inside(capsys: pytest.CaptureFixture[str]) -> None:

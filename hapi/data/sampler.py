@@ -28,8 +28,8 @@ def fold(seed: int, *numbers: int) -> int:
     The finaliser is SplitMix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
     OOPSLA 2014), applied once per number.
     """
-    state = seed & _MASK
-    for number in numbers:
+    state = 0
+    for number in (seed, *numbers):
         state = (state + 0x9E3779B97F4A7C15 + (number & _MASK)) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -98,7 +98,9 @@ def open_data(
         )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (list, str, bytes)):
         gather = dataset_gather(data)
-        if gather is not None:
+        # A transform runs sample by sample: worth the workers that were asked for.
+        transformed = getattr(data, "transform", None) is not None
+        if gather is not None and not (num_workers and transformed):
             return GatherLoader(gather, plan(len(data)), shuffle=shuffle, seed=seed)
         return MapLoader(
             data,

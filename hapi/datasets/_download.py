@@ -32,6 +32,7 @@ BACKOFF_S = 0.5
 """Pause before the second attempt at a mirror; it doubles with each further one."""
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP codes of trouble that may pass."""
+OTHER_PLACE = "To keep datasets elsewhere, set the environment variable HAPI_DATA_HOME to that folder."
 
 
 class DatasetNotFoundError(FileNotFoundError):
@@ -87,7 +88,7 @@ def fetch(
             part = stack.enter_context(_exclusive(target_dir, filename))
         except OSError as exc:
             raise DatasetNotFoundError(
-                f"cannot download {filename}: {target_dir} cannot be written to ({exc}). {_by_hand(filename)}"
+                f"cannot download {filename}: {target_dir} cannot be written to ({exc}). {OTHER_PLACE}"
             ) from exc
         if target.is_file():  # another process had it while this one waited
             return target
@@ -108,12 +109,8 @@ def fetch(
                 return target
     raise DatasetNotFoundError(
         f"cannot download {filename}:{''.join(reasons) or ' no mirror is given'}\n"
-        f"Put it into {target_dir} by hand. {_by_hand(filename)}"
+        f"Put it into {target_dir} by hand. {OTHER_PLACE}"
     )
-
-
-def _by_hand(filename: str) -> str:
-    return f"If {filename} lies elsewhere, set HAPI_DATA_HOME to the folder that holds it."
 
 
 def _download(url: str, part: Path, check: Callable[[Path], object], retries: int, timeout: float) -> None:

@@ -132,7 +132,7 @@ class Agent(LocalElasticAgent):
     # What the elastic engine calls.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._ends = {}
+        self._ends, self.status = {}, 0
         pids: dict[int, Any] = super()._start_workers(worker_group)
         return pids
 

@@ -285,6 +285,7 @@ class Meters:
         """A copy of everything, for :meth:`restore` (an evaluation in the middle of an epoch)."""
         return {
             "buffers": {op: buffer.clone() for op, buffer in self._buffers.items()},
+            "others": [{name: m.state[name].clone() for name in _unshared(m)} for m in self._native],
             "lists": [{name: list(rows) for name, rows in m.lists.items()} for m in self._native],
             # Objects that keep their own state: a copy of what they hold, since the user may hold them too.
             "objects": [copy.deepcopy(vars(held)) for held in self._held()],
@@ -297,6 +298,8 @@ class Meters:
         """Put a :meth:`snapshot` back."""
         for op, buffer in saved["buffers"].items():
             self._buffers[op].copy_(buffer)
+        for metric, others in zip(self._native, saved["others"], strict=True):
+            metric.state.update(others)
         for metric, lists in zip(self._native, saved["lists"], strict=True):
             for name, rows in lists.items():
                 metric.lists[name][:] = rows
@@ -305,6 +308,11 @@ class Meters:
         self._stash = saved["stash"]
         self.rows = saved["rows"]
         self._counts = saved["counts"]
+
+
+def _unshared(metric: Metric) -> list[str]:
+    """States that are in no buffer, since a function of the user's reduces them."""
+    return [name for name, spec in metric.specs.items() if callable(spec.reduce)]
 
 
 def _number(value: Any) -> Any:
