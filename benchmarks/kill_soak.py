@@ -66,9 +66,7 @@ def soak(
     return rounds
 
 
-def _once(
-    command: Sequence[str], nproc: int, rank: int, after: float, env: Mapping[str, str], folder: Path
-) -> Round:
+def _once(command: Sequence[str], nproc: int, rank: int, after: float, env: Mapping[str, str], folder: Path) -> Round:
     mark = uuid.uuid4().hex
     launch = [sys.executable, "-m", "hapi.launch", "--nproc", str(nproc), "--log_dir", str(folder / "log"), *command]
     with open(folder / "console", "w+") as console:

@@ -34,7 +34,9 @@ def test_one_epoch_on_the_real_mnist(tmp_path: Path) -> None:
     out = run_example("--save-dir", str(tmp_path / "save"), "--log-dir", str(tmp_path / "log"))
     lines = out.splitlines()
     assert "Epoch 1/1" in lines
-    assert any(re.fullmatch(r"step 400/938 - loss: \d\.\d{4} - acc_top1: .* - acc_top2: .* - \S+/step", s) for s in lines)
+    assert any(
+        re.fullmatch(r"step 400/938 - loss: \d\.\d{4} - acc_top1: .* - acc_top2: .* - \S+/step", s) for s in lines
+    )
     assert lines[-1] == "Eval samples: 10000"
     last = lines[-2]
     assert last.startswith("step 40/40 - loss: ")

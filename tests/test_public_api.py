@@ -54,7 +54,9 @@ def _signature(value: object) -> str:
 
 
 def test_the_public_surface_is_the_one_on_file() -> None:
-    assert surface() == SNAPSHOT.read_text(), "the public API changed; if that is meant: python -m tests.test_public_api"
+    assert surface() == SNAPSHOT.read_text(), (
+        "the public API changed; if that is meant: python -m tests.test_public_api"
+    )
 
 
 def test_everything_public_is_documented() -> None:

@@ -159,7 +159,6 @@ class Agent(LocalElasticAgent):
                 self._conclude(mine if trouble != "failed" else [])
                 return
             time.sleep(POLL)
-        peers.leave()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         """End the ranks: called after a signal, before a restart, and at the end, when none is left."""
@@ -169,7 +168,7 @@ class Agent(LocalElasticAgent):
             failures = self._end_badly(asked, self._grace)
             self.status = _status_after_signal(failures, death_sig)
             with contextlib.suppress(Exception):  # the machines may be unreachable: we are leaving anyway
-                self._tell_stopped(failures, death_sig)
+                self._tell_stopped(death_sig)
         elif self._handlers():
             _bootstrap.kill_marked(self._launch_id)
         super()._shutdown(signal.SIGKILL)
@@ -190,15 +189,12 @@ class Agent(LocalElasticAgent):
         first = culprit(everyones or [unknown])
         self.status = first.status or 1
         self._report(first, self._remaining_restarts)
-        peers.leave()
 
-    def _tell_stopped(self, failures: list[Failure], death_sig: signal.Signals) -> None:
+    def _tell_stopped(self, death_sig: signal.Signals) -> None:
         peers = self._rendezvous_handler.peers
         if peers is not None and self.status:
             text = f"the launcher on {self._host} was stopped by {signal.Signals(death_sig).name}"
-            rank = failures[0].rank if failures else -1
-            peers.exchange([Failure(rank, self.status, text, host=self._host, raised=False)], patience=0)
-            peers.leave()
+            peers.exchange([Failure(-1, self.status, text, host=self._host, raised=False)], patience=0)
 
     def _handlers(self) -> dict[int, Any]:
         context = self._pcontext

@@ -86,11 +86,9 @@ def culprit(failures: Sequence[Failure]) -> Failure:
 def _innocence(failure: Failure) -> int:
     if failure.stopped:
         return 4
-    if failure.exit_code is not None and failure.exit_code < 0:
-        return 0
-    if not failure.raised or not failure.traceback:
-        return 2
-    return 3 if _is_torn_connection(failure.traceback) else 1
+    if failure.raised and failure.traceback:  # whatever signal ended it then, as Gloo's abort at exit does
+        return 3 if _is_torn_connection(failure.traceback) else 1
+    return 0 if failure.exit_code is not None and failure.exit_code < 0 else 2
 
 
 def _is_torn_connection(traceback: str) -> bool:

@@ -202,10 +202,7 @@ class Peers:
         """Why this machine has to stop: None, ``"failed"`` elsewhere, or the text of a lost machine."""
         if self._count == 1:
             return None
-        with self._watchdog.guard():
-            if self._store.check(["hapi/failed"]):
-                return "failed"
-            return self._beat()
+        return "failed" if self._has("hapi/failed") else self._beat()
 
     def _beat(self) -> str | None:
         now = time.monotonic()
@@ -213,10 +210,10 @@ class Peers:
             return None
         self._next_beat = now + min(2.0, self._timeout / 4)
         self._beats += 1
-        self._store.set(f"hapi/beat/{self._index}", str(self._beats))
+        self._set(f"hapi/beat/{self._index}", str(self._beats))
         for peer, (beats, since) in self._seen.items():
             key = f"hapi/beat/{peer}"
-            latest = int(self._store.get(key)) if self._store.check([key]) else -1
+            latest = int(self._get(key)) if self._has(key) else -1
             if latest != beats:
                 self._seen[peer] = (latest, now)
             elif now - since > self._timeout:
@@ -227,33 +224,42 @@ class Peers:
         """Tell the others of this machine's failures, and return those of all machines that answer."""
         if self._count == 1:
             return list(failures)
-        with self._watchdog.guard():
-            mine = json.dumps([dataclasses.asdict(failure) for failure in failures])
-            self._store.set(f"hapi/failures/{self._index}", mine)
-            self._store.set("hapi/failed", "1")
-            keys = [f"hapi/failures/{peer}" for peer in range(self._count)]
-            deadline = time.monotonic() + patience
-            while not self._store.check(keys) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            texts = [self._store.get(key) for key in keys if self._store.check([key])]
-        return [Failure(**values) for text in texts for values in json.loads(text)]
+        self._set(f"hapi/failures/{self._index}", json.dumps([dataclasses.asdict(one) for one in failures]))
+        self._set("hapi/failed", "1")
+        keys = [f"hapi/failures/{peer}" for peer in range(self._count)]
+        deadline = time.monotonic() + patience
+        while not self._has(*keys) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return [Failure(**values) for key in keys if self._has(key) for values in json.loads(self._get(key))]
 
     def done(self) -> bool:
         """Say that this machine's ranks are done (first call); whether all machines' are."""
-        with self._watchdog.guard():
-            if not self._store.check([f"hapi/done/{self._index}"]):
-                self._store.set(f"hapi/done/{self._index}", "1")
-            return bool(self._store.check([f"hapi/done/{peer}" for peer in range(self._count)]))
+        mine = f"hapi/done/{self._index}"
+        if not self._has(mine):
+            self._set(mine, "1")
+        return self._has(*(f"hapi/done/{peer}" for peer in range(self._count)))
 
-    def leave(self, patience: float = 3.0) -> None:
-        """Wait until all machines have read the news: the store ends with the master's launcher."""
+    def leave(self, *, last: bool, patience: float = 5.0) -> None:
+        """Say that this machine needs the store no more; the one that holds it waits for the others."""
         if self._count == 1:
             return
+        self._set(f"hapi/left/{self._index}", "1")
+        keys = [f"hapi/left/{peer}" for peer in range(self._count)]
+        deadline = time.monotonic() + patience
+        while last and not self._has(*keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _set(self, key: str, value: str) -> None:
         with self._watchdog.guard():
-            self._store.add("hapi/left", 1)
-            deadline = time.monotonic() + patience
-            while self._store.add("hapi/left", 0) < self._count and time.monotonic() < deadline:
-                time.sleep(0.1)
+            self._store.set(key, value)
+
+    def _get(self, key: str) -> bytes:
+        with self._watchdog.guard():
+            return bytes(self._store.get(key))
+
+    def _has(self, *keys: str) -> bool:
+        with self._watchdog.guard():
+            return bool(self._store.check(list(keys)))
 
 
 class Rendezvous(RendezvousHandler):
@@ -261,6 +267,7 @@ class Rendezvous(RendezvousHandler):
 
     Args:
         store: What :func:`open_store` gave.
+        serve: Whether this machine holds it.
         min_nodes: Fewest machines.
         max_nodes: Most machines.
         address: This machine's address, as the others see it.
@@ -274,6 +281,7 @@ class Rendezvous(RendezvousHandler):
         self,
         store: TCPStore,
         *,
+        serve: bool,
         min_nodes: int,
         max_nodes: int,
         address: str,
@@ -293,6 +301,7 @@ class Rendezvous(RendezvousHandler):
             last_call_timeout=5,
         )
         self._inner = create_handler(store, C10dRendezvousBackend(store, "hapi"), parameters)
+        self._serve = serve
         self._alone = max_nodes == 1
         self._address = address
         self._place = place
@@ -360,6 +369,9 @@ class Rendezvous(RendezvousHandler):
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """See the base class."""
+        """Close the meeting, and leave it so that no machine finds the store gone; see the base class."""
         with self._watchdog.guard():
-            return self._inner.shutdown()
+            closed = self._inner.shutdown()
+        if self.peers is not None:
+            self.peers.leave(last=self._serve)
+        return closed

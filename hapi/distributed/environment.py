@@ -113,9 +113,7 @@ def resolve_device(
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as exc:
-        raise ValueError(
-            f"device={device!r}; accepted: 'cuda', 'cuda:1', 'cpu' ..., a torch.device or None"
-        ) from exc
+        raise ValueError(f"device={device!r}; accepted: 'cuda', 'cuda:1', 'cpu' ..., a torch.device or None") from exc
     if wanted.type != "cuda":
         return wanted
     if not torch.cuda.is_available():
@@ -207,9 +205,7 @@ def _from_paddle(values: Mapping[str, str]) -> Environment | None:
 
 
 def _from_openmpi(values: Mapping[str, str]) -> Environment | None:
-    return _from_mpi(
-        values, "openmpi", "OMPI_COMM_WORLD", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PRTE_JOBID")
-    )
+    return _from_mpi(values, "openmpi", "OMPI_COMM_WORLD", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PRTE_JOBID"))
 
 
 def _from_mvapich(values: Mapping[str, str]) -> Environment | None:
@@ -259,9 +255,7 @@ def _from_slurm(values: Mapping[str, str]) -> Environment | None:
     )
     if world <= 1:
         return Environment()
-    per_node = _tasks_per_node(
-        values.get("SLURM_STEP_TASKS_PER_NODE", values.get("SLURM_TASKS_PER_NODE", ""))
-    )
+    per_node = _tasks_per_node(values.get("SLURM_STEP_TASKS_PER_NODE", values.get("SLURM_TASKS_PER_NODE", "")))
     node = _integer(values, "SLURM_NODEID", 0)
     local_world = per_node[node] if node < len(per_node) else local_rank + 1
     nodes = values.get("SLURM_STEP_NODELIST") or values.get("SLURM_NODELIST") or ""
@@ -293,9 +287,7 @@ _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
 )
 
 
-def _from_mpi(
-    values: Mapping[str, str], launcher: str, prefix: str, job_ids: tuple[str, ...]
-) -> Environment | None:
+def _from_mpi(values: Mapping[str, str], launcher: str, prefix: str, job_ids: tuple[str, ...]) -> Environment | None:
     if not {f"{prefix}_RANK", f"{prefix}_SIZE"} <= values.keys():
         return None
     world = _integer(values, f"{prefix}_SIZE")
@@ -339,9 +331,7 @@ def _environment(
             f"world of {world}"
         )
     if not addr or not 0 < port < 65536:
-        raise ValueError(
-            f"{launcher}: the master must be a host and a port from 1 to 65535, not {addr!r}:{port}"
-        )
+        raise ValueError(f"{launcher}: the master must be a host and a port from 1 to 65535, not {addr!r}:{port}")
     return Environment(rank, world, local_rank, local_world, addr, port, launcher)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -291,6 +292,7 @@ def _launch(options: LaunchOptions, plan: Plan, launch_id: str) -> int:
     watchdog = Watchdog(options.peer_timeout, lost)
     rendezvous = Rendezvous(
         store,
+        serve=plan.serve,
         min_nodes=options.machines[0],
         max_nodes=options.machines[1],
         address=plan.address,
@@ -323,17 +325,17 @@ def _launch(options: LaunchOptions, plan: Plan, launch_id: str) -> int:
     except SignalException as exc:
         logs.stop()
         tell(f"hapi.launch: stopped by {exc.sigval.name}; exit code {agent.status}")
-    except RendezvousError as exc:
+    except (RendezvousError, DistError) as exc:
         raise LaunchError(_explain(exc, options)) from exc
     finally:
         logs.close()
-        with contextlib.suppress(RendezvousError):
+        with contextlib.suppress(RendezvousError, DistError):
             rendezvous.shutdown()
         watchdog.close()
     return agent.status
 
 
-def _explain(exc: RendezvousError, options: LaunchOptions) -> str:
+def _explain(exc: Exception, options: LaunchOptions) -> str:
     host, port = options.endpoint
     kind = type(exc).__name__
     if kind == "RendezvousTimeoutError":
@@ -341,7 +343,7 @@ def _explain(exc: RendezvousError, options: LaunchOptions) -> str:
         return f"fewer than {low} machines came to {host}:{port} within {options.timeout:g} s (--timeout)"
     if kind == "RendezvousClosedError":
         return f"the launch on {host}:{port} has ended already"
-    return f"the connection to the launcher on master {host}:{port} is lost: {exc}"
+    return f"the connection to the launcher on master {host}:{port} is lost: {str(exc).splitlines()[0]}"
 
 
 @contextlib.contextmanager
@@ -415,5 +417,5 @@ def _report(failure: Failure, restarts_left: int) -> None:
     who = f"rank {failure.rank}" if failure.rank >= 0 else "launch"
     again = f"; starting all ranks again ({restarts_left} left)" if restarts_left else ""
     what = failure.traceback.rstrip() or "(it wrote nothing)"
-    kind = "" if failure.raised else "last lines of its output:\n"
+    kind = "" if failure.raised or failure.rank < 0 else "last lines of its output:\n"
     tell(f"{_RULER}\n{who} on host {failure.host} failed ({failure.how}){again}\n{kind}{what}")

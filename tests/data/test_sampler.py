@@ -74,7 +74,9 @@ def test_the_padded_sampler_is_the_references(
 ) -> None:
     got = [list(DistributedBatchSampler(range(samples), batch, world, rank)) for rank in range(world)]
     assert got == expected
-    assert [len(DistributedBatchSampler(range(samples), batch, world, r)) for r in range(world)] == list(map(len, expected))
+    assert [len(DistributedBatchSampler(range(samples), batch, world, r)) for r in range(world)] == list(
+        map(len, expected)
+    )
 
 
 def test_the_padded_sampler_shuffles_by_seed_and_epoch() -> None:

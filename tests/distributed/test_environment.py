@@ -46,6 +46,7 @@ OPENMPI = {
     "PMIX_NAMESPACE": "prterun-host-4711@1",
     "PMIX_RANK": "1",
 }
+OTHER_MACHINE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 HYDRA = {
     "PMI_RANK": "1",
     "PMI_SIZE": "2",
@@ -81,7 +82,7 @@ def place(env: Environment) -> tuple[object, ...]:
         pytest.param({}, ("none", 0, 1, 0, 1, None), id="plain python"),
         pytest.param(TORCHRUN, ("torch", 3, 4, 1, 2, "node0"), id="torchrun and hapi.launch"),
         pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PYTHONUNBUFFERED": "0"},
+            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
             ("torch", 1, 3, 0, 1, "job-master-0"),
             id="PyTorchJob",
         ),
@@ -94,7 +95,7 @@ def place(env: Environment) -> tuple[object, ...]:
             {"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "1"}, ("none", 0, 1, 0, 1, None), id="paddle, one process"
         ),
         pytest.param(OPENMPI, ("openmpi", 1, 2, 1, 2, "127.0.0.1"), id="Open MPI"),
-        pytest.param(OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "n1"},
+        pytest.param(OPENMPI | OTHER_MACHINE | {"MASTER_ADDR": "n1"},
                      ("openmpi", 1, 2, 0, 1, "n1"), id="Open MPI on two machines, mpirun -x MASTER_ADDR"),
         pytest.param(HYDRA, ("mpich", 1, 2, 1, 2, "127.0.0.1"), id="MPICH and Intel MPI"),
         pytest.param(SRUN | HYDRA, ("mpich", 1, 2, 1, 2, "127.0.0.1"), id="Hydra bootstrapped by srun"),
@@ -112,10 +113,13 @@ def place(env: Environment) -> tuple[object, ...]:
         pytest.param(SRUN, ("slurm", 4, 5, 0, 1, "gpu003"), id="srun"),
         pytest.param(SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
                      ("slurm", 1, 5, 1, 2, "gpu003"), id="srun, second task of the first node"),
-        pytest.param(SRUN | {"MASTER_ADDR": "ib0", "MASTER_PORT": "1234"}, ("slurm", 4, 5, 0, 1, "ib0"), id="srun, own master"),
+        pytest.param(SRUN | {"MASTER_ADDR": "ib0", "MASTER_PORT": "1234"},
+                     ("slurm", 4, 5, 0, 1, "ib0"), id="srun, own master"),
         pytest.param(SRUN | TORCHRUN, ("torch", 3, 4, 1, 2, "node0"), id="torchrun under srun"),
-        pytest.param(SRUN | {"SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "0"}, ("none", 0, 1, 0, 1, None), id="sbatch script"),
-        pytest.param(SRUN | {"SLURM_PTY_PORT": "45123", "SLURM_PROCID": "0"}, ("none", 0, 1, 0, 1, None), id="srun --pty bash"),
+        pytest.param(SRUN | {"SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "0"},
+                     ("none", 0, 1, 0, 1, None), id="sbatch script"),
+        pytest.param(SRUN | {"SLURM_PTY_PORT": "45123", "SLURM_PROCID": "0"},
+                     ("none", 0, 1, 0, 1, None), id="srun --pty bash"),
         pytest.param(SRUN | {"SLURM_JOB_NAME": "interactive"}, ("none", 0, 1, 0, 1, None), id="salloc shell"),
         pytest.param({k: v for k, v in SRUN.items() if k not in ("SLURM_STEP_ID", "PMI_RANK", "PMI_SIZE")},
                      ("none", 0, 1, 0, 1, None), id="a shell with SLURM_NTASKS"),
@@ -172,7 +176,7 @@ def test_slurm_node_lists(nodes: str, first: str) -> None:
         (PADDLE | {"PADDLE_TRAINER_ID": "9"}, "PADDLE_TRAINER_ID=9"),
         ({"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "2"}, "set PADDLE_MASTER=host:port"),
         (PADDLE | {"TRAINING_ROLE": "PSERVER"}, "TRAINING_ROLE='PSERVER'"),
-        (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun -x MASTER_ADDR=host"),
+        (OPENMPI | OTHER_MACHINE, "mpirun -x MASTER_ADDR=host"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "-genv MASTER_ADDR host"),
         (SRUN | {"SLURM_STEP_NODELIST": "", "SLURM_NODELIST": ""}, "set MASTER_ADDR"),
     ],

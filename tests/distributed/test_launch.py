@@ -125,7 +125,9 @@ def test_a_missing_script_or_module_is_named(capsys: pytest.CaptureFixture[str])
 
 
 def test_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--dry_run", "--devices", "cpu", "--nproc", "2", "--log_dir", str(tmp_path / "l"), __file__, "--x"]) == 0
+    assert (
+        main(["--dry_run", "--devices", "cpu", "--nproc", "2", "--log_dir", str(tmp_path / "l"), __file__, "--x"]) == 0
+    )
     shown = capsys.readouterr().err
     assert "2 processes on this machine (CPU)" in shown
     assert f"--script {__file__} --x" in shown
@@ -191,6 +193,7 @@ OWN = "Traceback (most recent call last):\n  File\nValueError: shapes (Connectio
         ([Failure(0, -15, "", 1.0, raised=False, stopped=True), Failure(1, 1, TORN, 2.0)], 1),
         ([Failure(0, 1, "Traceback\n  x\nKeyError: 1", 2.0), Failure(1, 1, "Traceback\n  x\nKeyError: 1", 1.5)], 1),
         ([Failure(0, 1, TORN, 2.0), Failure(1, 1, TORN, 1.0)], 1),
+        ([Failure(0, -6, TORN, 1.0), Failure(1, 1, "Traceback\n  x\nKeyError: 1", 2.0)], 1),
     ],
 )
 def test_the_culprit_is_the_rank_that_the_others_died_of(failures: list[Failure], rank: int) -> None:
@@ -214,7 +217,9 @@ def test_ranks_reduce_and_write_their_logs(box: Sandbox) -> None:
     assert ended.out == log(box, 0) == "rank 0 of 2 by torch: 3\n"
     assert log(box, 1) == "rank 1 of 2 by torch: 3\n"
     assert "args: --epochs 3" in ended.err
-    assert re.search(r"RANK=0  WORLD_SIZE=2  LOCAL_RANK=0  LOCAL_WORLD_SIZE=2  MASTER_ADDR=127.0.0.1  MASTER_PORT=\d+", ended.err)
+    assert re.search(
+        r"RANK=0  WORLD_SIZE=2  LOCAL_RANK=0  LOCAL_WORLD_SIZE=2  MASTER_ADDR=127.0.0.1  MASTER_PORT=\d+", ended.err
+    )
 
 
 @pytest.mark.ranks
@@ -312,7 +317,9 @@ def test_the_exit_code_is_the_ranks_own(box: Sandbox, line: str, code: int, how:
     ended = box.launch("--nproc", "2", "train.py")
     assert ended.code == code
     assert ended.seconds < 20
-    assert f"rank 1 on host {socket.gethostname()} failed ({how})\nlast lines of its output:\nbefore the end" in ended.err
+    assert (
+        f"rank 1 on host {socket.gethostname()} failed ({how})\nlast lines of its output:\nbefore the end" in ended.err
+    )
 
 
 @pytest.mark.ranks
@@ -453,7 +460,9 @@ def test_a_busy_port_and_an_absent_master_are_clear_errors(box: Sandbox) -> None
     assert ended.code == 1
     assert f"port {port} of this machine cannot be used (Address already in use); choose another one" in ended.err
     port = free_port()
-    ended = box.launch("--nnodes", "2", "--master", f"127.0.0.1:{port}", "--node_rank", "1", "--timeout", "1", "train.py")
+    ended = box.launch(
+        "--nnodes", "2", "--master", f"127.0.0.1:{port}", "--node_rank", "1", "--timeout", "1", "train.py"
+    )
     assert ended.code == 1
     assert f"waiting up to 1 s for master 127.0.0.1:{port} (Connection refused)" in ended.err
     assert f"master 127.0.0.1:{port} cannot be reached within 1 s (Connection refused)" in ended.err

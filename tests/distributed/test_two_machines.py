@@ -77,9 +77,10 @@ def test_ips_in_any_order_of_start(machines: Machines) -> None:
     processes = [machines.start(machine, *arguments) for machine in (0, 1)]
     outputs = [box.finish(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(map("".join, outputs))
-    assert [out for out, _ in outputs] == ["", "rank 0 of 4 by torch: 10\n"]
-    assert (box.folder / "log1" / "workerlog.1").read_text() == "rank 1 of 4 by torch: 10\n"
-    assert (box.folder / "log0" / "workerlog.3").read_text() == "rank 3 of 4 by torch: 10\n"
+    assert outputs[0][0] == ""
+    assert outputs[1][0].endswith("rank 0 of 4 by torch: 10\n")  # torch warns that the address has no name
+    assert (box.folder / "log1" / "workerlog.1").read_text().endswith("rank 1 of 4 by torch: 10\n")
+    assert (box.folder / "log0" / "workerlog.3").read_text().endswith("rank 3 of 4 by torch: 10\n")
     assert f"MASTER_ADDR={machines.ips[1]}" in outputs[0][1]
 
 
@@ -99,7 +100,9 @@ def test_master_with_uneven_machines_and_a_failure(machines: Machines) -> None:
 
 def test_restart_on_both_machines(machines: Machines) -> None:
     box = machines.box
-    body = REDUCE.replace("if env.rank == 1:", "if env.rank == 1 and not os.path.exists('again'):\n            open('again', 'w')")
+    body = REDUCE.replace(
+        "if env.rank == 1:", "if env.rank == 1 and not os.path.exists('again'):\n            open('again', 'w')"
+    )
     box.script("train.py", body.replace("import sys", "import os, sys"))
     arguments = ("--ips", ",".join(machines.ips), "--max_restarts", "1", "train.py", "--fail")
     processes = [machines.start(machine, *arguments) for machine in (0, 1)]

@@ -56,9 +56,7 @@ class Sandbox:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         return {**kept, **mine, **(extra or {})}
 
-    def start(
-        self, command: Sequence[str], env: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a command with pipes on its output."""
         return subprocess.Popen(
             list(command),
@@ -71,9 +69,7 @@ class Sandbox:
             start_new_session=True,
         )
 
-    def run(
-        self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60
-    ) -> Ended:
+    def run(self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60) -> Ended:
         """Run a command to its end."""
         begun = time.monotonic()
         process = self.start(command, env)
@@ -89,9 +85,7 @@ class Sandbox:
             out, err = process.communicate()
             raise AssertionError(f"no end within {timeout} s\n--- stdout\n{out}\n--- stderr\n{err}") from None
 
-    def launch(
-        self, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 60
-    ) -> Ended:
+    def launch(self, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 60) -> Ended:
         """Run ``python -m hapi.launch`` with these arguments."""
         return self.run(launch_command(*arguments), env, timeout)
 

@@ -56,9 +56,7 @@ class RankPool:
         try:
             work = pickle.dumps((fn, args))
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
-            raise TypeError(
-                f"run_ranks: {fn!r} and its arguments must be importable and picklable: {exc}"
-            ) from exc
+            raise TypeError(f"run_ranks: {fn!r} and its arguments must be importable and picklable: {exc}") from exc
         if any(not worker.process.is_alive() for worker in self._workers):
             self.close()
         if self._folder is None:
@@ -133,9 +131,7 @@ class _Worker:
         except (EOFError, OSError):
             self.process.join(5)
             code = self.process.exitcode
-            return False, Failure(
-                rank=rank, exit_code=code, traceback=f"the process died with exit code {code}"
-            )
+            return False, Failure(rank=rank, exit_code=code, traceback=f"the process died with exit code {code}")
         return (True, value) if good else (False, Failure(rank, exit_code=1, traceback=value, time=when))
 
     def stacks(self) -> str:
