@@ -8,6 +8,7 @@
 from hapi import callbacks, datasets, distributed, metrics
 from hapi.data.batch import InputSpec
 from hapi.data.sampler import DistributedBatchSampler
+from hapi.distributed import DataParallel, notebook_launch
 from hapi.engine.checkpoint import CheckpointError
 from hapi.engine.rng import seed_everything
 from hapi.metrics import Metric
@@ -24,6 +25,8 @@ __all__ = [
     "flops",
     "seed_everything",
     "DistributedBatchSampler",
+    "DataParallel",
+    "notebook_launch",
     "CheckpointError",
     "callbacks",
     "datasets",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import io
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,8 +48,6 @@ def _program(network: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Ten
 
 
 def _by_parameter(network: nn.Module, shapes: tuple[Sequence[Any], dict[str, Any]]) -> dict[str, Any]:
-    import inspect
-
     names = list(inspect.signature(network.forward).parameters)
     return {**dict(zip(names, shapes[0], strict=False)), **shapes[1]}
 
@@ -69,7 +71,10 @@ def export_onnx(network: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, 
     network.eval()
     try:
         program = _program(network, args, kwargs)
-        made = torch.onnx.export(program, dynamo=True, verbose=False)
+        # The exporter talks of its own deprecations and of packages that it does not need.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            made = torch.onnx.export(program, dynamo=True, verbose=False)
     finally:
         for module, training in modes:
             module.training = training

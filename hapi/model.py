@@ -22,13 +22,15 @@ from hapi.callbacks import Callback, History
 from hapi.data.batch import Batch, Fields, Signature, Splitter
 from hapi.data.loader import Loader, leaves
 from hapi.data.sources import open_data, split_arrays
+from hapi.distributed.batchnorm import convert, has_sync_batchnorm
 from hapi.distributed.collectives import broadcast_object
 from hapi.distributed.environment import Environment
-from hapi.distributed.group import init_parallel_env
+from hapi.distributed.group import init_parallel_env, place
 from hapi.distributed.strategies import choose
 from hapi.distributed.strategy import Strategy
 from hapi.engine import checkpoint, loop, step
 from hapi.engine.config import FitConfig, Precision, check_int
+from hapi.engine.guard import GuardedHook
 from hapi.engine.hooks import Hooks
 from hapi.engine.loss import LossFunction
 from hapi.engine.master import MasterWeights
@@ -121,6 +123,7 @@ class Model:
         class_weight: Any = None,
         sample_weight: int | str | None = None,
         strategy: Any = "auto",
+        sync_batchnorm: bool = False,
         compile: bool | dict[str, Any] = False,
         channels_last: bool = False,
     ) -> Model:
@@ -146,6 +149,8 @@ class Model:
             sample_weight: Where a batch holds sample weights: a position among its fields, or a key of a dict batch.
                 The loss becomes the weighted mean.
             strategy: "auto", or a :class:`hapi.distributed.Strategy`.
+            sync_batchnorm: On several ranks: BatchNorm statistics over all ranks' rows, as on one rank with the global
+                batch. Replaces the network's BatchNorm modules; their parameters and names stay.
             compile: True or a dict of options for ``torch.compile``.
             channels_last: Keep 4-d inputs and weights in channels-last memory format.
 
@@ -161,11 +166,11 @@ class Model:
             raise TypeError(f"prepare: sample_weight={sample_weight!r}; accepted: a position or a key")
         if not isinstance(compile, (bool, dict)):
             raise TypeError(f"prepare: compile={compile!r}; accepted: True, False or a dict of options")
-        for name, flag in (("channels_last", channels_last),):
+        for name, flag in (("channels_last", channels_last), ("sync_batchnorm", sync_batchnorm)):
             if not isinstance(flag, bool):
                 raise TypeError(f"prepare: {name}={flag!r}; accepted: True or False")
         made_loss = resolve.as_loss(loss, loss_weights, class_weight)
-        made_metrics = resolve.as_metrics(metrics)
+        made_metrics = resolve.as_metrics(metrics, made_loss)
         losses = set(made_loss.names) if made_loss else set()
         clash = sorted(losses & {name for metric in made_metrics for name in metric.names})
         if clash:
@@ -188,6 +193,9 @@ class Model:
             self._scaler = torch.amp.GradScaler(device.type, **precision.scaler)
         else:
             self._scaler = None
+        env = self._environment()
+        if sync_batchnorm and env.world > 1:
+            self.network = convert(self.network, self._device, env.group)
         if channels_last:
             self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self._masters is not None:
@@ -390,11 +398,13 @@ class Model:
             self.mode = "train"
             return logs
 
+        # A forward of this network is itself a collective, so a rank without rows must run one all the same.
+        joins = several and has_sync_batchnorm(self.network)
         self.mode = "train"
         run.progress.first_epoch = run.progress.epoch
         run.progress.batch_in_epoch = 0
         splitter = self._splitter(weight_field)
-        feed = loop.Feed(loader, splitter.split)
+        feed = loop.Feed(loader, splitter.split, splitter.empty if joins else None)
         with self._active(run, splitter, loader, eval_loader):
             loop.fit_loop(run, feed, train_step, hooks, self._loss, evaluate if eval_loader is not None else None)
         return history
@@ -422,6 +432,7 @@ class Model:
             yield
         finally:
             self._running = None
+            run.place.now = None
             self._remember(splitter)
             for loader in loaders:
                 if loader is not None:
@@ -503,6 +514,8 @@ class Model:
             self._remember(splitter)
             if outer is not None:
                 meters.restore(outer)
+            else:
+                run.place.now = None
         return {name: value for name, value in logs.items() if name in meters.names}
 
     def predict(
@@ -548,6 +561,7 @@ class Model:
         finally:
             loader.close()
             self._remember(splitter)
+            run.place.now = None
         by_output = [list(arrays) for arrays in zip(*batches, strict=True)]
         if stack_outputs:
             return [np.concatenate([np.atleast_1d(array) for array in arrays]) for arrays in by_output]
@@ -646,6 +660,7 @@ class Model:
             control=self._control,
             meters=self._meters,
             parts=self._parts(),
+            place=place(),
         )
 
     def _hooks(self, chain: list[Callback], run: Run, params: dict[str, Any]) -> Hooks:
@@ -653,7 +668,8 @@ class Model:
             callback.set_model(self)
             callback.set_params(dict(params))
             callback.set_run(run)
-        return Hooks(chain, Callback, run.env.rank)
+        guard = None if run.env.world == 1 else lambda hook: GuardedHook(hook, run.optimizer)
+        return Hooks(chain, Callback, run.env.rank, guard)
 
     # --------------------------------------------------------- one batch at a time
 
@@ -880,7 +896,8 @@ class Model:
             input_size = [spec for spec in self._inputs.specs if spec is not None]
         if input_size is None and self._example is not None:
             example = self._example
-            return summary(self.network, input=example.args, **example.kwargs)
+            keywords: dict[str, Any] = dict(example.kwargs)
+            return summary(self.network, input=example.args, **keywords)
         if input_size is None:
             raise ValueError("summary: give input_size, for example (1, 1, 28, 28)")
         return summary(self.network, input_size, dtype)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedules
@@ -180,6 +182,8 @@ def _one_loss(given: Any) -> Callable[..., Any]:
         if given not in _LOSSES:
             raise ValueError(f"prepare: loss={given!r}; accepted names: {sorted(_LOSSES)}{suggest(given, _LOSSES)}")
         return _LOSSES[given]()
+    if given in (F.cross_entropy, F.nll_loss):  # the same arithmetic, with labels [N, 1] and exact weights
+        return nn.CrossEntropyLoss() if given is F.cross_entropy else nn.NLLLoss()
     if isinstance(given, type):
         raise TypeError(f"prepare: loss={given.__name__} is a class; give an instance: {given.__name__}()")
     if not callable(given):
@@ -228,8 +232,10 @@ def _class_weight(given: Any) -> Tensor | None:
     return table
 
 
-def as_metrics(given: Any) -> list[RoutedMetric]:
+def as_metrics(given: Any, loss: LossFunction | None = None) -> list[RoutedMetric]:
     """One metric, a list, or a dict from output name (or position) to metrics.
+
+    A metric given by name takes logits where the loss does (``bce_with_logits``), so that both mean the same.
 
     Raises:
         TypeError: Something that is not a metric.
@@ -238,13 +244,14 @@ def as_metrics(given: Any) -> list[RoutedMetric]:
     if given is None:
         return []
     routed: list[RoutedMetric] = []
+    logits = loss is not None and all(isinstance(term.function, nn.BCEWithLogitsLoss) for term in loss.terms)
     if isinstance(given, Mapping):
         for route, metrics in given.items():
             for metric in metrics if isinstance(metrics, (list, tuple)) else [metrics]:
-                routed.extend(RoutedMetric(m, route) for m in _one_metric(metric))
+                routed.extend(RoutedMetric(m, route) for m in _one_metric(metric, logits))
     else:
         for metric in given if isinstance(given, (list, tuple)) else [given]:
-            routed.extend(RoutedMetric(m) for m in _one_metric(metric))
+            routed.extend(RoutedMetric(m) for m in _one_metric(metric, logits))
     names = [name for metric in routed for name in metric.names]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -254,8 +261,13 @@ def as_metrics(given: Any) -> list[RoutedMetric]:
     return routed
 
 
-def _one_metric(given: Any) -> list[Any]:
-    return [by_name(given)] if isinstance(given, str) else list(as_metric(given))
+def _one_metric(given: Any, logits: bool) -> list[Any]:
+    if not isinstance(given, str):
+        return list(as_metric(given))
+    metric = by_name(given)
+    kind: Any = type(metric)
+    takes_logits = "from_logits" in inspect.signature(kind).parameters
+    return [kind(from_logits=True)] if logits and takes_logits else [metric]
 
 
 def as_callbacks(
@@ -276,7 +288,8 @@ def as_callbacks(
         return any(isinstance(callback, kind) for callback in callbacks)
 
     if verbose and not has(ProgBarLogger):
-        callbacks.insert(0, ProgBarLogger(log_freq, verbose=verbose))
+        # After the user's, so that values that they add to logs are printed.
+        callbacks.append(ProgBarLogger(log_freq, verbose=verbose))
     if save_dir is not None and not has(ModelCheckpoint):
         callbacks.append(ModelCheckpoint(save_freq, save_dir))
     if not has(History):

@@ -299,12 +299,8 @@ def test_onnx_export(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx", reason="needs hapi[onnx]")
     pytest.importorskip("onnxscript", reason="needs hapi[onnx]")
     reference = pytest.importorskip("onnx.reference")
-    import warnings
-
     model = hapi.Model(mlp(), inputs=[hapi.InputSpec([None, 8], "float32", "x")])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own deprecations
-        model.save(tmp_path / "net", training=False, format="onnx")
+    model.save(tmp_path / "net", training=False, format="onnx")
     loaded = onnx.load(tmp_path / "net.onnx")
     evaluator = reference.ReferenceEvaluator(loaded)
     name = loaded.graph.input[0].name

@@ -201,7 +201,7 @@ class Splitter:
         if self._pair and with_labels and type(raw) in _SEQUENCES and len(raw) == 2:
             x, y = raw
             device = self.device
-            if type(x) is Tensor and type(y) is Tensor and x.device == y.device == device and x.ndim:
+            if type(x) is Tensor and type(y) is Tensor and x.device == y.device == device and x.ndim and y.ndim:
                 batch = Batch((x,), {}, (y,), None, x.shape[0])
                 if self.example is None:
                     self.example = batch
@@ -213,8 +213,17 @@ class Splitter:
         else:
             batch = self._by_position(raw, with_labels)
         if self.example is None:
+            self._check_labels(raw, batch)
             self.example = batch
         return batch if with_labels else batch._replace(labels=(), weight=None)
+
+    def _check_labels(self, raw: Any, batch: Batch) -> None:
+        labels = batch.labels.values() if isinstance(batch.labels, dict) else batch.labels
+        if any(label.ndim == 0 for label in labels):
+            raise ValueError(
+                f"a label of the batch {describe(raw)} has no dimensions; the first must be the batch. A list is a "
+                "list of batches: for samples give a Dataset, or arrays"
+            )
 
     def join(self, inputs: Any, labels: Any) -> Batch:
         """A batch of inputs and labels given apart: each an array, a list of them, or a dict by name."""
@@ -230,6 +239,18 @@ class Splitter:
         else:
             moved = tuple(self.move(field) for field in ([] if labels is None else _fields(labels)))
         return Batch(args, kwargs, moved, None, _rows(args or tuple(kwargs.values())))
+
+    def empty(self, template: Any) -> Batch:
+        """A batch without rows, cut from ``template`` or from the first batch that was split.
+
+        Raises:
+            ValueError: There is neither.
+        """
+        batch = self.example if template is None else self.split(template)
+        if batch is None:
+            raise ValueError("a rank without rows needs the form of a batch, but has not seen one")
+        args = tuple(value[:0] for value in batch.args)
+        return Batch(args, {name: value[:0] for name, value in batch.kwargs.items()}, (), None, 0)
 
     def _by_position(self, raw: Any, with_labels: bool) -> Batch:
         if isinstance(raw, (tuple, list)):

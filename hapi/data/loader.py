@@ -41,6 +41,10 @@ class Loader(ABC):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """This rank's raw batches of an epoch, from global batch ``start`` on; None for a part without rows."""
 
+    def template(self) -> Any:
+        """A raw batch of any number of rows, for a rank that has none; None where there is nothing to make it of."""
+        return None
+
     def close(self) -> None:
         """End worker processes."""
 
@@ -75,6 +79,9 @@ class GatherLoader(_PlannedLoader):
     def __init__(self, gather: Callable[[Tensor | slice], Any], plan: BatchPlan, *, shuffle: bool, seed: int) -> None:
         super().__init__(plan, shuffle=shuffle, seed=seed)
         self.gather = gather
+
+    def template(self) -> Any:
+        return self.gather(slice(0, 1))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
         order, gather, plan = self.order(epoch), self.gather, self.plan
@@ -131,6 +138,9 @@ class MapLoader(_PlannedLoader):
                 persistent_workers=True,
                 generator=self.generator,
             )
+
+    def template(self) -> Any:
+        return collate(self.named.__getitems__([0]))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
         sampler = self.sampler

@@ -81,6 +81,10 @@ class _CutLoader(Loader):
     def rows(self, index: int) -> int | None:
         return self.plan.rows(index)
 
+    def template(self) -> Any:
+        assert self.inner.collate_fn is not None
+        return self.inner.collate_fn([self.inner.dataset[0]])
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
         if isinstance(self.sampler, SequentialSampler):
             order = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,8 @@ def open_data(
         tensors = map_tree(lambda leaf: to_tensor(leaf, float_dtype), data)
         rows = tree_rows(data, what)
         return GatherLoader(arrays_gather(tensors), plan(rows), shuffle=shuffle, seed=seed)
+    if isinstance(data, (tuple, Mapping)):
+        raise TypeError(f"{what} is {describe(data)}; accepted: {ACCEPTED}")
     if isinstance(data, DataLoader):
         if env.world > 1:
             return shard_dataloader(data, what, env)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -63,7 +64,8 @@ class RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Name the files of the ranks that are about to start, and complete their variables."""
         self.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._starts and all(int(variables["WORLD_SIZE"]) == len(envs) for variables in envs.values()):
+            self._remove_older()
         destination = LogsDest()
         self.files, self.error_files = {}, {}
         for local_rank, variables in envs.items():
@@ -78,12 +80,21 @@ class RankLogs(LogsSpecs):
             destination.stdouts[local_rank] = str(file)
             destination.stderrs[local_rank] = ""  # the bootstrap points it at stdout
             if variables["RANK"] == "0":
-                file.unlink(missing_ok=True)  # the tail must not show an older run's lines
+                file.unlink(missing_ok=True)  # the tail must not show the lines of an older run
                 self._tail = Tail(file).start()
         destination.error_files.update(self.error_files)
         self._on_start(envs)
         self._starts += 1
         return destination
+
+    def _remove_older(self) -> None:
+        """Drop an older run's files: with more ranks or restarts it would seem to be this one's.
+
+        Only when all ranks are here: several machines may share the folder.
+        """
+        for file in self._folder.glob("workerlog.*"):
+            if re.fullmatch(r"workerlog\.\d+(\.attempt\d+)?", file.name):
+                file.unlink()
 
     def stop(self) -> None:
         """Show the rest of rank 0's file."""

@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hapi.distributed.collectives import all_gather_objects, is_distributed
 from hapi.distributed.environment import Environment
 from hapi.distributed.strategy import Strategy
 
-__all__ = ["DataParallelStrategy"]
+__all__ = ["DataParallel", "DataParallelStrategy"]
 
 
 class DataParallelStrategy(Strategy):
@@ -57,6 +58,30 @@ class DataParallelStrategy(Strategy):
         )
         return module, optimizer
 
+    def check_gradients(self, network: nn.Module) -> None:
+        """Name the parameters that the first step did not use, which DDP would report by number, a step later.
+
+        Raises:
+            ValueError: On every rank, if there are any on some rank.
+        """
+        if self.options["find_unused_parameters"] or self.env.world == 1:
+            return
+        mine = [name for name, p in network.named_parameters() if p.requires_grad and p.grad is None]
+        unused = sorted({name for names in all_gather_objects(mine, group=self.env.group) for name in names})
+        if unused:
+            more = " ..." if len(unused) > 8 else ""
+            raise ValueError(
+                f"the loss does not depend on the parameters {', '.join(unused[:8])}{more}. Freeze them "
+                "(requires_grad_(False)), or let data parallelism look for unused ones in every step, which is slower: "
+                "prepare(strategy=hapi.distributed.DataParallelStrategy(find_unused_parameters=True))"
+            )
+
+    def share_buffers(self, network: nn.Module) -> None:
+        """Broadcast running statistics and the like, which each rank has kept for its own rows."""
+        if self.env.world > 1:
+            for buffer in network.buffers():
+                dist.broadcast(buffer, 0, group=self.env.group)
+
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """DDP's: gradients stay on the rank."""
         inner: Any = getattr(module, "_orig_mod", module)
@@ -73,3 +98,24 @@ class DataParallelStrategy(Strategy):
             size = parameter.numel()
             parameter.grad = flat[start : start + size].view_as(parameter).clone()
             start += size
+
+
+def DataParallel(network: nn.Module, **options: Any) -> nn.Module:  # noqa: N802  # the reference's name, as a class
+    """Wrap a network for a hand-written loop: gradients are averaged over the ranks in backward.
+
+    ``Model`` does this by itself. On one process the network comes back as it is, so the script needs no branch.
+
+    Args:
+        network: On its device, the same on every rank; rank 0's weights are taken.
+        **options: Of ``torch.nn.parallel.DistributedDataParallel``.
+
+    Example:
+        >>> net = nn.Linear(2, 2)
+        >>> DataParallel(net) is net  # one process
+        True
+    """
+    if not is_distributed():
+        return network
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(network, device_ids=ids, **options)

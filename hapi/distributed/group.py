@@ -12,8 +12,14 @@ import torch
 from torch import distributed as dist
 
 from hapi.distributed.environment import Environment, detect, resolve_device
+from hapi.distributed.hang import HangWatch, Place
 
-__all__ = ["ParallelEnv", "get_rank", "get_world_size", "init_parallel_env"]
+__all__ = ["ParallelEnv", "get_rank", "get_world_size", "init_parallel_env", "place"]
+
+DEFAULT_TIMEOUT = 600.0
+
+_place = Place()
+_watch: HangWatch | None = None
 
 
 def init_parallel_env(
@@ -30,7 +36,9 @@ def init_parallel_env(
     Args:
         backend: ``"nccl"`` or ``"gloo"``. Default: ``HAPI_BACKEND``, else NCCL where the rank has a GPU, else Gloo.
         device: Where this rank computes. Default: cuda:LOCAL_RANK, else mps or xpu, else cpu.
-        timeout: Seconds after which a collective that a rank does not reach fails. Default 600.
+        timeout: Seconds in one place of ``fit``, ``evaluate`` or ``predict`` (reading a batch, in a step, in a
+            callback) that count as a hang: all ranks then print where they are and end. Default: ``HAPI_TIMEOUT``,
+            else 600.
 
     Raises:
         ValueError: The launcher's environment is incomplete; the message says what to set.
@@ -45,11 +53,42 @@ def init_parallel_env(
     if dist.is_available() and dist.is_initialized():
         env = dataclasses.replace(env, rank=dist.get_rank(), world=dist.get_world_size())
     elif env.world > 1:
-        _start(env, backend, resolved, timeout)
+        _start(env, backend, resolved, _timeout(timeout))
+    if env.world > 1:
+        _start_watch(env, _timeout(timeout))
     return dataclasses.replace(env, device=resolved)
 
 
-def _start(env: Environment, backend: str | None, device: torch.device, timeout: float | None) -> None:
+def place() -> Place:
+    """Where this process's loop stands, for the hang report."""
+    return _place
+
+
+def _timeout(given: float | None) -> float:
+    text = os.environ.get("HAPI_TIMEOUT")
+    if given is None and text is None:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text or "") if given is None else float(given)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        what = f"HAPI_TIMEOUT={text!r}" if given is None else f"timeout={given!r}"
+        raise ValueError(f"init_parallel_env: {what}; accepted: a number of seconds above 0")
+    return seconds
+
+
+def _start_watch(env: Environment, timeout: float) -> None:
+    global _watch
+    store = dist.distributed_c10d._get_default_store()
+    if _watch is not None:
+        if _watch.alive_for(store):
+            return
+        _watch.stop()
+    _watch = HangWatch(_place, env.rank, env.world, timeout, store)
+
+
+def _start(env: Environment, backend: str | None, device: torch.device, timeout: float) -> None:
     wanted = backend or os.environ.get("HAPI_BACKEND") or "auto"
     if wanted == "auto":
         wanted = "nccl" if device.type == "cuda" else "gloo"
@@ -60,8 +99,8 @@ def _start(env: Environment, backend: str | None, device: torch.device, timeout:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     options: dict[str, Any] = {"backend": wanted, "rank": env.rank, "world_size": env.world}
-    if timeout is not None:
-        options["timeout"] = timedelta(seconds=timeout)
+    # torch's own limit comes after the hang report, which says more.
+    options["timeout"] = timedelta(seconds=2 * timeout + 60)
     if env.launcher == "torch":
         # MASTER_* and, under elastic launchers, the agent's own store.
         options["init_method"] = "env://"
@@ -72,6 +111,10 @@ def _start(env: Environment, backend: str | None, device: torch.device, timeout:
 
 
 def _leave() -> None:
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
     if dist.is_initialized():
         dist.destroy_process_group()
 

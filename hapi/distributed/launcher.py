@@ -263,13 +263,17 @@ def run(options: LaunchOptions) -> int:
         0, or the exit code of the rank that failed first, 128 + n if signal n killed it.
 
     Raises:
-        ValueError: The options do not fit this machine.
+        ValueError: The options do not fit this machine, or ``log_dir`` cannot be made.
         LaunchError: The machines do not find each other.
     """
     plan = Plan.of(options)
     _banner(options, plan)
     if options.dry_run:
         return 0
+    try:
+        Path(options.log_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ValueError(f"--log_dir {options.log_dir!r} cannot be made: {exc.strerror}") from exc
     _quiet_elastic()
     launch_id = uuid.uuid4().hex
     with _signals_raise(), _guarded(launch_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -274,7 +275,9 @@ def _start(
             common["GLOO_SOCKET_IFNAME"] = "lo"
         if "OMP_NUM_THREADS" not in os.environ:
             common["OMP_NUM_THREADS"] = str(max(1, usable_cpus() // world))
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        # The kernel's signal comes when the starting thread ends, so only the main thread may ask for it.
+        bound = method == "forkserver" or threading.current_thread() is threading.main_thread()
+        parent = None if not bound else 0 if method == "forkserver" else os.getpid()
         # Before they start, too: CUDA and OpenMP may read their variables when torch is imported.
         with _environment({key: common[key] for key in (*visible, "OMP_NUM_THREADS") if key in common}):
             context = start_processes(  # type: ignore[no-untyped-call]
@@ -356,9 +359,10 @@ def _run_rank(
     show: bool,
 ) -> None:
     if parent is not None:
-        _bootstrap.die_with_parent(parent)
+        _bootstrap.die_with_parent(parent or os.getppid())  # the fork server ends when this session's main does
     os.setsid()  # its children can be ended with it, and Ctrl-C reaches the parent only, which ends all
     os.environ.update(common, RANK=str(rank), LOCAL_RANK=str(rank))
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     if show:
         _redirect_output(folder if rank == 0 else None)
     try:

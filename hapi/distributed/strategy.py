@@ -36,6 +36,12 @@ class Strategy(ABC):
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average gradients over the ranks by hand, after a backward under :meth:`no_sync`."""
 
+    def check_gradients(self, network: nn.Module) -> None:
+        """After the first exchange of gradients: raise where some could not take part."""
+
+    def share_buffers(self, network: nn.Module) -> None:
+        """Give every rank rank 0's buffers, before an evaluation or a save."""
+
     def full_state(self, network: nn.Module) -> dict[str, Any]:
         """The whole network's state dict, on every rank."""
         return network.state_dict()

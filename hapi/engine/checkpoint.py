@@ -173,8 +173,10 @@ def read_weights(prefix: Path, given: Path | None = None) -> dict[str, Any]:
     if given is not None and not path.is_file() and given.is_file():
         path = given
     if not path.is_file():
-        near = sorted(p.name for p in prefix.parent.glob("*.pt") if not p.name.startswith("."))[:8]
-        have = f"; the folder has {near}" if near else ""
+        folder = prefix if prefix.is_dir() else prefix.parent
+        near = [p.name for p in sorted(folder.glob("*.pt")) if not p.name.startswith(".")]
+        near = [name for name in near if not name.endswith(".state.pt")][:8]
+        have = f"; the folder {folder} has {near}" if near else ""
         raise FileNotFoundError(f"load: no weights at {path}{have}")
     weights = _read(path)
     if not all(isinstance(key, str) for key in weights):

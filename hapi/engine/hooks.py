@@ -40,12 +40,22 @@ class Hooks:
         callbacks: In the order in which they are called.
         base: The class whose methods count as not overridden.
         rank: Of this process; other ranks than 0 call only callbacks with ``all_ranks``.
+        guard: On several ranks: what to put around the hooks that only rank 0 calls.
     """
 
-    def __init__(self, callbacks: Sequence[Any], base: type, rank: int = 0) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        base: type,
+        rank: int = 0,
+        guard: Callable[[Hook], Hook] | None = None,
+    ) -> None:
         self.callbacks = tuple(callbacks)
         here = [c for c in callbacks if rank == 0 or c.all_ranks]
         self._table = {name: tuple(_overridden(here, base, name)) for name in HOOKS}
+        if guard is not None:
+            for name, hooks in self._table.items():
+                self._table[name] = tuple(hook if _on_all_ranks(hook) else guard(hook) for hook in hooks)
         # The same on every rank, since what it decides (reading the meters) is a collective.
         self.listens = {name for name in HOOKS if any(True for _ in _overridden(callbacks, base, name))}
         wishes = [c.log_freq for c in callbacks if isinstance(getattr(c, "log_freq", None), int)]
@@ -81,6 +91,10 @@ def fire(hooks: tuple[Hook, ...], *args: Any) -> None:
             name = f"{type(owner).__name__}." if owner is not None else ""
             add_note(exc, f"raised by the callback {name}{getattr(hook, '__name__', hook)}")
             raise
+
+
+def _on_all_ranks(hook: Hook) -> bool:
+    return bool(getattr(getattr(hook, "__self__", None), "all_ranks", False))
 
 
 def _overridden(callbacks: Sequence[Any], base: type, name: str) -> list[Hook]:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hapi.data.batch import Batch
 from hapi.data.loader import Loader, map_tree
-from hapi.distributed.collectives import all_gather_objects, all_reduce, barrier, broadcast_object
+from hapi.distributed.collectives import all_gather_objects, all_reduce, barrier, broadcast, broadcast_object
 from hapi.engine import checkpoint
 from hapi.engine.hooks import Hooks, fire
 from hapi.engine.loss import Count, LossFunction
@@ -29,10 +29,15 @@ __all__ = ["Feed", "as_arrays", "evaluate_loop", "evaluating", "fit_loop", "guar
 
 @dataclass(frozen=True)
 class Feed:
-    """A phase's data: the loader, and how its raw batches become :class:`Batch`."""
+    """A phase's data: the loader, and how its raw batches become :class:`Batch`.
+
+    Attributes:
+        empty: Makes a batch without rows of ``loader.template()``; None where a rank without rows sits a step out.
+    """
 
     loader: Loader
     split: Callable[[Any], Batch]
+    empty: Callable[[Any], Batch] | None = None
 
 
 class Share(NamedTuple):
@@ -107,32 +112,44 @@ def _train_epoch(
     by_step = scheduler is not None and run.config.scheduler_interval == "step"
     begin, end = hooks.of("on_train_batch_begin"), hooks.of("on_train_batch_end")
     log_freqs = (run.config.log_freq, *hooks.log_freqs) if "on_train_batch_end" in hooks.listens else ()
-    micro, update, total = step.micro, step.update, feed.loader.batches
+    micro, update, total, place = step.micro, step.update, feed.loader.batches, run.place
     index = progress.batch_in_epoch
     read_at = -1
+    unchecked = run.env.world > 1
+    assert run.optimizer is not None
+    rates = run.optimizer.param_groups[0]
+    rate = rates["lr"]
     meters.reset()
     run.logs = {}
+    place.now = ("reading batch", index)
     for share in _shares(run, feed, loss):
         if begin:
+            place.now = ("in callbacks before batch", index)
             fire(begin, index, {})
+        place.now = ("in step", progress.global_step, "batch", index)
         if share.batch is not None and share.everyone:
             micro(share.batch, share.totals, share.last)
         else:
-            _uneven(run, share, step)
+            _uneven(run, feed, share, step)
+        if unchecked and share.last and share.everyone:
+            run.strategy.check_gradients(run.network)
+            unchecked = False
         index += 1
         progress.batch_in_epoch = index
         progress.samples += share.rows
         stepped = share.last and update()
         progress.global_step += stepped
         if log_freqs and (index == total or _due(index, log_freqs)):
-            run.logs = {**meters.read(), "lr": _learning_rate(run)}
+            run.logs = {**meters.read(), "lr": float(rates["lr"])}
             read_at = index
         if end:
             logs = {"step": index, "batch_size": share.rows}
             if read_at == index:
                 logs.update(run.logs)
+            place.now = ("in callbacks after batch", index - 1)
             fire(end, index - 1, logs)
         if stepped and by_step:
+            rate = rates["lr"]  # the epoch's last batch was trained with it
             scheduler.step()
         if read_at == index:
             _agree(run)
@@ -143,10 +160,12 @@ def _train_epoch(
             control.request_stop("num_iters")
         if control.stop and (agreed or control.stop == "num_iters"):
             break
+        place.now = ("reading batch", index)
+    place.now = ("ending an epoch after batch", index - 1)
     if index == 0:
         raise ValueError("fit: the training data has no batches")
     if read_at != index:
-        run.logs = {**meters.read(), "lr": _learning_rate(run)}
+        run.logs = {**meters.read(), "lr": float(rate if by_step else rates["lr"])}
 
 
 def _due(index: int, log_freqs: tuple[int, ...]) -> bool:
@@ -235,10 +254,12 @@ def _as_float64(value: Count, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device=device)
 
 
-def _uneven(run: Run, share: Share, step: TrainStep) -> None:
+def _uneven(run: Run, feed: Feed, share: Share, step: TrainStep) -> None:
     """Some rank has no rows: those that have keep their gradients, and one exchange by hand follows."""
     if share.batch is not None:
         step.micro(share.batch, share.totals, False)
+    elif feed.empty is not None:
+        step.join(feed.empty(feed.loader.template()))
     if share.last:
         assert run.optimizer is not None
         run.strategy.reduce_gradients([p for group in run.optimizer.param_groups for p in group["params"]])
@@ -251,9 +272,13 @@ def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters:
     begin, end = hooks.of("on_eval_batch_begin"), hooks.of("on_eval_batch_end")
     log_freqs = (run.config.log_freq, *hooks.log_freqs) if "on_eval_batch_end" in hooks.listens else ()
     meters.reset()
+    run.strategy.share_buffers(run.network)
+    place = run.place
     with evaluating(run.network):
         hooks.call("on_eval_begin", {"steps": total, "metrics": meters.names})
+        place.now = ("reading evaluation batch", 0)
         for index, raw in enumerate(itertools.islice(loader.epoch(0), num_iters), 1):
+            place.now = ("evaluating batch", index - 1)
             if begin:
                 fire(begin, index - 1, {})
             rows = loader.rows(index - 1)
@@ -270,6 +295,7 @@ def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters:
                 logs.update(meters.read())
             if end:
                 fire(end, index - 1, logs)
+        place.now = ("reducing the evaluation",)
         logs = meters.read()
         logs["samples"] = meters.total_rows
         if not logs["samples"]:
@@ -286,11 +312,14 @@ def predict_loop(
     listens = "on_predict_batch_end" in hooks.listens
     begin, end = hooks.of("on_predict_batch_begin"), hooks.of("on_predict_batch_end")
     known = loader.rows(0) is not None
+    run.strategy.share_buffers(run.network)
     kept: list[Any] = []
     samples = 0
     with evaluating(run.network):
         hooks.call("on_predict_begin", {"steps": loader.batches})
+        run.place.now = ("reading prediction batch", 0)
         for index, raw in enumerate(itertools.islice(loader.epoch(0), num_iters), 1):
+            run.place.now = ("predicting batch", index - 1)
             if begin:
                 fire(begin, index - 1, {})
             outputs = None
@@ -340,11 +369,6 @@ def as_arrays(outputs: Any) -> list[np.ndarray[Any, Any]]:
     ]
 
 
-def _learning_rate(run: Run) -> float:
-    assert run.optimizer is not None
-    return float(run.optimizer.param_groups[0]["lr"])
-
-
 def _step_epoch_scheduler(run: Run, logs: Logs) -> None:
     scheduler = run.scheduler
     if scheduler is None or run.config.scheduler_interval != "epoch":
@@ -359,16 +383,19 @@ def _agree(run: Run) -> None:
     """Rank 0 decides, every rank obeys: stop, requests and learning rates. Every rank calls it at the same places."""
     if run.env.world == 1:
         return
-    control, optimizer = run.control, run.optimizer
-    rates = [float(group["lr"]) for group in optimizer.param_groups] if optimizer else []
-    stop, requests, decided = broadcast_object((control.stop, control.requests, rates), group=run.env.group)
-    control.stop, control.requests = stop, list(requests)
-    if optimizer and decided != rates:
-        for group, rate in zip(optimizer.param_groups, decided, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+    control, optimizer, group = run.control, run.optimizer, run.env.group
+    rates = [float(part["lr"]) for part in optimizer.param_groups] if optimizer else []
+    note = torch.tensor([bool(control.stop or control.requests), *rates], dtype=torch.float64, device=run.meters.device)
+    told = broadcast(note, group=group).tolist()
+    if told[0]:
+        control.stop, requests = broadcast_object((control.stop, control.requests), group=group)
+        control.requests = list(requests)
+    if optimizer and told[1:] != rates:
+        for part, rate in zip(optimizer.param_groups, told[1:], strict=True):
+            if isinstance(part["lr"], Tensor):
+                part["lr"].fill_(rate)
             else:
-                group["lr"] = rate
+                part["lr"] = rate
 
 
 def _carry_out(run: Run, hooks: Hooks) -> None:

@@ -53,6 +53,7 @@ class Term:
         self._ignores_nothing = (
             self.classifies and not self.is_sum and function.ignore_index == -100 and function.weight is None  # type: ignore[attr-defined]
         )
+        self.elementwise = isinstance(function, _ELEMENTWISE)
         self._summed = self._each = function
         if isinstance(function, nn.Module) and isinstance(reduction, str):
             self._summed, self._each = _reducing(function, "sum"), _reducing(function, "none")
@@ -173,8 +174,11 @@ class Term:
             named = mine
         else:
             chosen = tuple(mine.values())
-        if self.classifies and len(chosen) == 1 and type(given[0]) is Tensor:
-            chosen = (class_labels(given[0], chosen[0]),)
+        if len(chosen) == 1 and isinstance(given[0], Tensor):
+            if self.classifies:
+                chosen = (class_labels(given[0], chosen[0]),)
+            elif self.elementwise:
+                chosen = (self._alike(given[0], chosen[0]),)
         try:
             value = function(*given, *chosen, **named)
         except Exception as exc:
@@ -183,6 +187,15 @@ class Term:
         if not isinstance(value, Tensor):
             raise TypeError(f"the loss {self._label()} gave {describe(value)}; accepted: a tensor")
         return value
+
+    def _alike(self, output: Tensor, target: Tensor) -> Tensor:
+        """For an elementwise loss: labels in the output's kind of number; broadcasting is nearly always a mistake."""
+        if output.shape != target.shape:
+            raise ValueError(
+                f"the loss {self._label()} compares element by element, but the output is {describe(output)} and the "
+                f"label {describe(target)}; accepted: equal shapes"
+            )
+        return target if target.is_floating_point() else target.to(output.dtype)
 
     def one_per_row(self, output: Tensor, labels: tuple[Tensor, ...]) -> bool:
         """For a classification loss: whether every row has one plain label in the form that torch wants."""
@@ -208,7 +221,7 @@ class Term:
             exc,
             f"while computing the loss {self._label()} of outputs {describe(outputs)} "
             f"and labels {describe(named or labels)}"
-            + ("" if labels or named else ": the batch has no labels left for it"),
+            + ("" if labels or named else ": the batch has no labels left for it; give both together, as fit((x, y))"),
         )
 
     def _per_row(self, value: Tensor, rows: int) -> Tensor:
@@ -280,7 +293,7 @@ class LossFunction:
         plain = self._plain
         if plain is not None and type(outputs) is Tensor and batch.weight is None and type(batch.labels) is tuple:
             labels = batch.labels
-            if not plain.classifies or plain.one_per_row(outputs, labels):
+            if plain.one_per_row(outputs, labels) if plain.classifies else not plain.elementwise:
                 try:
                     value = plain.function(outputs, *labels)
                 except Exception as exc:
@@ -308,6 +321,7 @@ def class_labels(output: Tensor, target: Tensor) -> Tensor:
     return target
 
 
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 _INDEX_TYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 

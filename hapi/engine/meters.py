@@ -156,7 +156,8 @@ class Meters:
                     slot.add_(value)
                 self._counts[index] += count
             else:
-                slot.add_(value * count if means else value)
+                # A mean over nothing is NaN, and weighs nothing.
+                slot.add_(torch.where(count > 0, value * count, 0.0) if means else value)
                 count_slot.add_(count)
 
     def add_metrics(self, outputs: Any, batch: Batch) -> None:

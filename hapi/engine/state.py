@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from hapi.distributed.hang import Place
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -121,6 +123,7 @@ class Run:
         parts: *Is* the checkpoint: to save a new thing, add it here.
         logs: The latest training values of the epoch in progress (floats by name).
         kept: Weights that a callback asked to keep, in host memory.
+        place: Where the loop stands, for the hang report.
     """
 
     network: nn.Module
@@ -136,3 +139,4 @@ class Run:
     parts: dict[str, Stateful]
     logs: Logs = field(default_factory=dict)
     kept: dict[str, Any] | None = None
+    place: Place = field(default_factory=Place)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hapi.data.batch import Batch
+from hapi.data.loader import describe
 from hapi.engine.config import FitConfig, Precision
 from hapi.engine.loss import Count, LossFunction, normalize_outputs
 from hapi.engine.master import MasterWeights
@@ -35,11 +36,13 @@ class TrainStep:
             the batch at which gradients are exchanged. Returns the outputs and the loss parts.
         update: Clip, step, clear. Returns whether parameters changed (False: a skipped fp16 step).
         clear: Drop gradients.
+        join: Forward and backward of a batch without rows, for the collectives inside the network.
     """
 
     micro: Callable[[Batch, Sequence[Count] | None, bool], tuple[Any, Parts]]
     update: Callable[[], bool]
     clear: Callable[[], None]
+    join: Callable[[Batch], None]
 
 
 def autocast(device: torch.device, precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
@@ -108,7 +111,11 @@ def build_train_step(
 
     def forward(batch: Batch, totals: Sequence[Count] | None) -> tuple[Any, Parts, Tensor, bool]:
         args, kwargs = batch.args, batch.kwargs
-        outputs = module(*args, **kwargs) if kwargs else module(*args)
+        try:
+            outputs = module(*args, **kwargs) if kwargs else module(*args)
+        except Exception as exc:
+            _explain_forward(exc, module, batch)
+            raise
         if type(outputs) is not Tensor:
             outputs = normalize_outputs(outputs)
         if totals is None:
@@ -143,6 +150,14 @@ def build_train_step(
         with no_sync(module):
             return micro(batch, totals, exchange)
 
+    def join(batch: Batch) -> None:
+        context = nullcontext() if no_sync is None else no_sync(module)
+        with context, cast():
+            outputs = normalize_outputs(module(*batch.args, **batch.kwargs))
+            values = outputs.values() if isinstance(outputs, Mapping) else outputs
+            tensors = (values,) if isinstance(values, Tensor) else tuple(values)
+            _add([value.sum() for value in tensors]).backward()  # type: ignore[no-untyped-call]
+
     def clear() -> None:
         for parameter in every_parameter:
             parameter.grad = None
@@ -150,7 +165,7 @@ def build_train_step(
     update = _build_update(optimizer, parameters, every_parameter, config, scaler)
     if masters is not None:
         update = _through_masters(update, masters)
-    return TrainStep(micro if no_sync is None else micro_without_exchange, update, clear)
+    return TrainStep(micro if no_sync is None else micro_without_exchange, update, clear, join)
 
 
 def _build_update(
@@ -244,9 +259,25 @@ def build_predict_step(network: nn.Module, precision: Precision, device: torch.d
 
     def step(batch: Batch) -> Any:
         with cast():
-            return normalize_outputs(network(*batch.args, **batch.kwargs))
+            try:
+                outputs = network(*batch.args, **batch.kwargs)
+            except Exception as exc:
+                _explain_forward(exc, network, batch)
+                raise
+            return normalize_outputs(outputs)
 
     return step
+
+
+def _explain_forward(exc: Exception, module: nn.Module, batch: Batch) -> None:
+    """Say which network failed, and on what."""
+    inner = getattr(module, "_orig_mod", module)
+    inner = getattr(inner, "module", inner) if isinstance(inner, nn.parallel.DistributedDataParallel) else inner
+    given = [describe(value) for value in batch.args] + [f"{k}={describe(v)}" for k, v in batch.kwargs.items()]
+    hint = ""
+    if any(value.dtype == torch.float64 for value in [*batch.args, *batch.kwargs.values()]):
+        hint = ". The input is float64; networks are float32 by default: use .float() on it"
+    add_note(exc, f"while running {type(inner).__name__}.forward({', '.join(given)}){hint}")
 
 
 def detached(outputs: Any) -> Any:

@@ -1,0 +1,59 @@
+"""On several ranks: a callback that only rank 0 calls cannot start a collective, nor move rank 0 away alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["GuardedHook", "NoCollectives"]
+
+
+class NoCollectives(TorchDispatchMode):
+    """While it is active, torch's collectives raise instead of waiting for ranks that will never come."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.who = who
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run everything but the operators of torch's c10d library."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(
+                f"{self.who} started the collective {func._opname!r}, but only rank 0 calls this callback, so the "
+                "others would never answer. Give the callback all_ranks = True"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class GuardedHook:
+    """A hook of a callback that only rank 0 calls.
+
+    Args:
+        hook: The bound method.
+        optimizer: Whose learning rates must not change where ranks do not agree on them; None for no check.
+    """
+
+    def __init__(self, hook: Callable[..., None], optimizer: Optimizer | None) -> None:
+        self.hook = hook
+        self.__self__ = getattr(hook, "__self__", None)
+        self.__name__ = getattr(hook, "__name__", "hook")
+        self.optimizer = optimizer if "train_batch" in self.__name__ else None
+        self.mode = NoCollectives(f"{type(self.__self__).__name__}.{self.__name__}")
+
+    def __call__(self, *args: Any) -> None:
+        before = self._rates()
+        with self.mode:
+            self.hook(*args)
+        # At a log point ("lr" is in the logs) rank 0's rates are passed on right after the hooks.
+        if before != self._rates() and "lr" not in args[-1]:
+            raise RuntimeError(
+                f"{self.mode.who} changed the learning rate from {before} to {self._rates()} on rank 0 only, between "
+                "log points, where ranks do not talk. Give the callback all_ranks = True, so that every rank does the "
+                "same, or log_freq = 1 and do it in on_train_batch_end, so that rank 0's choice reaches all at once"
+            )
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
