@@ -49,7 +49,7 @@ def test_binary_metrics_by_name_take_logits_where_the_loss_does(name: str) -> No
 
 
 def test_a_list_of_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="a list is a list of batches"):
+    with pytest.raises(ValueError, match="A list is a list of batches"):
         prepared().fit([(X[i], Y[i]) for i in range(10)], verbose=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -239,7 +240,7 @@ class Agent(LocalElasticAgent):
         Only the rank itself is asked: its DataLoader workers must live while it finishes its batch.
         """
         handlers = self._handlers()
-        stopped = self._running()
+        stopped, asked = self._running(), time.time()
         for local_rank in stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(handlers[local_rank].proc.pid, first)
@@ -255,10 +256,11 @@ class Agent(LocalElasticAgent):
         return [
             failure
             for local_rank in handlers
-            if (failure := self._failure(local_rank, stopped=local_rank in stopped)) is not None
+            if (failure := self._failure(local_rank, asked if local_rank in stopped else None)) is not None
         ]
 
-    def _failure(self, local_rank: int, *, stopped: bool) -> Failure | None:
+    def _failure(self, local_rank: int, asked: float | None) -> Failure | None:
+        """How a rank that has ended failed; None if it did not. ``asked``: when it was told to stop."""
         code = self._handlers()[local_rank].proc.poll()
         rank = self._worker_group.workers[local_rank].global_rank
         report = _read_report(self._logs.error_files[local_rank])
@@ -267,19 +269,19 @@ class Agent(LocalElasticAgent):
         if report:
             info = report.get("message", {}).get("extraInfo", {})
             text, when = str(info.get("py_callstack", "")), float(info.get("time", info.get("timestamp", 0)))
-            # It raised and was then killed by us because it did not exit.
-            code = 1 if code is None or (stopped and code < 0) else code
-            stopped = stopped and when > self._ends.get(local_rank, when)
+            # A signal after the exception says nothing: Gloo aborts at exit, or we killed what did not exit.
+            code = 1 if code is None or code < 0 else code
         else:
             text, when = last_lines(self._logs.files[local_rank]), self._ends.get(local_rank, time.time())
+        stopped = asked is not None and (not report or when > asked)
         return Failure(rank, code, text, when, self._host, raised=bool(report), stopped=stopped)
 
 
 def _status_after_signal(failures: list[Failure], death_sig: signal.Signals) -> int:
     """A rank's own exit code if one has it; 0 if all ended well when asked; else as killed by the signal."""
-    own = [failure.status for failure in failures if failure.exit_code is not None and failure.exit_code > 0]
+    own = [dataclasses.replace(one, stopped=False) for one in failures if (one.exit_code or 0) > 0]
     if own:
-        return own[0]
+        return culprit(own).status  # not that of a rank which only lost its connection to one that had ended
     return 128 + death_sig if failures else 0
 
 

@@ -54,8 +54,10 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         axes = [0, *range(2, input.dim())]
         value = input.float()
-        count = value.new_full((1,), input.numel() / input.size(1))
-        sums = torch.cat([value.sum(axes), (value * value).sum(axes), count])
+        # In float64, since the variance is a difference of large numbers.
+        wide = value.double()
+        count = wide.new_full((1,), input.numel() / input.size(1))
+        sums = torch.cat([wide.sum(axes), (wide * wide).sum(axes), count])
         sums = _SumOverRanks.apply(sums, self.group)  # type: ignore[no-untyped-call]
         size = input.size(1)
         total = sums[-1]
@@ -63,7 +65,8 @@ class SyncBatchNorm(_BatchNorm):
         variance = (sums[size : 2 * size] / total - mean * mean).clamp_min(0)
         self._track(mean.detach(), variance.detach(), total.detach())
         shape = [1, size, *[1] * (input.dim() - 2)]
-        normal = (value - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+        scale = torch.rsqrt(variance + self.eps).float()
+        normal = (value - mean.float().view(shape)) * scale.view(shape)
         if self.affine:
             normal = normal * self.weight.float().view(shape) + self.bias.float().view(shape)
         out: Tensor = normal.to(input.dtype)

@@ -17,6 +17,7 @@ import time
 import traceback
 from typing import Any
 
+from torch import distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 __all__ = ["EXIT_CODE", "HangWatch", "Place"]
@@ -75,7 +76,11 @@ class HangWatch:
         while not self._stop.wait(self.poll):
             if self.place.now is not seen:
                 seen, since = self.place.now, time.monotonic()
-            stalled = seen is not None and time.monotonic() - since > self.timeout
+            if not dist.is_initialized():
+                return
+            if seen is None:
+                continue
+            stalled = time.monotonic() - since > self.timeout
             try:
                 if stalled:
                     self._store.set("stalled", str(self.rank))

@@ -414,7 +414,7 @@ def _failure(path: Path, rank: int, exit_code: int, *, stopped: bool) -> Failure
         report = json.loads(path.read_text())["message"]["extraInfo"]
     except (OSError, ValueError):
         return Failure(rank, exit_code, raised=False, stopped=stopped)
-    return Failure(rank, exit_code, report["py_callstack"], report["time"])
+    return Failure(rank, max(exit_code, 1), report["py_callstack"], report["time"])
 
 
 def _join_all(processes: Sequence[BaseProcess], seconds: float) -> None:

@@ -321,7 +321,7 @@ def batchnorm_without_synchronisation() -> Any:
     torch.manual_seed(0)
     net = Norm()
     model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), 0.05), "cross_entropy", "acc")
-    model.fit(blobs(ROWS), blobs(ROWS), global_batch_size=32, verbose=0)
+    model.fit(blobs(128), blobs(ROWS), global_batch_size=32, verbose=0)
     return net.norm.running_mean.clone(), model.evaluate(blobs(60), batch_size=4, verbose=0)
 
 
