@@ -55,7 +55,7 @@ def test_a_list_of_samples_is_refused() -> None:
 
 def test_lists_of_numbers_are_refused() -> None:
     for data in ((X.tolist(), Y.tolist()), {"x": [1, 2]}):
-        with pytest.raises(TypeError, match="fit: train_data is .*accepted: tensors or numpy arrays"):
+        with pytest.raises(TypeError, match=r"fit: train_data is .*accepted: tensors or numpy arrays"):
             prepared().fit(data, verbose=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +18,11 @@ from hapi.distributed.environment import Environment
 from hapi.distributed.strategy import Strategy
 
 __all__ = ["DataParallel", "DataParallelStrategy"]
+
+
+# Buffers are shared before evaluations instead of in every forward. torch 2.13 renamed the option.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 class DataParallelStrategy(Strategy):
@@ -54,7 +60,7 @@ class DataParallelStrategy(Strategy):
         device = self.env.device
         ids = [device.index] if device is not None and device.type == "cuda" else None
         module = DistributedDataParallel(
-            network, device_ids=ids, process_group=self.env.group, broadcast_buffers=False, **self.options
+            network, device_ids=ids, process_group=self.env.group, **_NO_BUFFERS, **self.options
         )
         return module, optimizer
 
