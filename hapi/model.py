@@ -132,10 +132,10 @@ class Model:
         Args:
             optimizer: A ``torch.optim.Optimizer``, a function of the parameters that makes one, or a name ("adam",
                 "adamw", "sgd" (lr 0.01), ...; names take torch's fused kernels where there are any).
-            loss: ``loss(*outputs, *labels)`` -> a scalar or one value per sample: a Module, a function, a name
-                ("cross_entropy", "mse", ...), or a list or dict of those, whose weighted sum is minimised.
-            metrics: hapi metrics, any ``torchmetrics.Metric``, functions, names ("accuracy", ...), a list of those, or
-                a dict from output name or position to metrics.
+            loss: ``loss(*outputs, *labels)`` -> a scalar or one value per sample: a Module or its class, a function, a
+                name ("cross_entropy", "mse", ...), or a list or dict of those, whose weighted sum is minimised.
+            metrics: hapi metrics or their classes, any ``torchmetrics.Metric``, functions, names ("accuracy", ...), a
+                list of those, or a dict from output name or position to metrics.
             amp: Mixed precision: None, "bf16", "fp16", "O0", "O1", "O2", or a dict with ``level``, ``dtype`` and the
                 scaler's ``init_loss_scaling``, ``incr_ratio``, ``decr_ratio``, ``incr_every_n_steps``,
                 ``use_dynamic_loss_scaling``. Training, evaluation and prediction use the same.
@@ -668,7 +668,7 @@ class Model:
             callback.set_model(self)
             callback.set_params(dict(params))
             callback.set_run(run)
-        guard = None if run.env.world == 1 else lambda hook: GuardedHook(hook, run.optimizer)
+        guard = None if run.env.world == 1 else lambda hook: GuardedHook(hook, run.optimizer, run.place)
         return Hooks(chain, Callback, run.env.rank, guard)
 
     # --------------------------------------------------------- one batch at a time

@@ -184,8 +184,8 @@ def _one_loss(given: Any) -> Callable[..., Any]:
         return _LOSSES[given]()
     if given in (F.cross_entropy, F.nll_loss):  # the same arithmetic, with labels [N, 1] and exact weights
         return nn.CrossEntropyLoss() if given is F.cross_entropy else nn.NLLLoss()
-    if isinstance(given, type):
-        raise TypeError(f"prepare: loss={given.__name__} is a class; give an instance: {given.__name__}()")
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        return given()
     if not callable(given):
         raise TypeError(f"prepare: loss={given!r}; accepted: a function, a Module, a list or dict of them, or a name")
     function: Callable[..., Any] = given
@@ -262,6 +262,8 @@ def as_metrics(given: Any, loss: LossFunction | None = None) -> list[RoutedMetri
 
 
 def _one_metric(given: Any, logits: bool) -> list[Any]:
+    if isinstance(given, type):
+        given = given()
     if not isinstance(given, str):
         return list(as_metric(given))
     metric = by_name(given)

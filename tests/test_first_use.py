@@ -75,6 +75,11 @@ def test_labels_of_shape_n_1_work_with_every_form_of_cross_entropy(loss: Any) ->
     assert prepared(loss).fit((X, Y[:, None]), batch_size=10, verbose=0).history["loss"][0] > 0
 
 
+def test_classes_serve_as_factories() -> None:
+    model = hapi.Model(mlp()).prepare(torch.optim.Adam, nn.CrossEntropyLoss, [hapi.metrics.Accuracy])
+    assert set(model.fit((X, Y), batch_size=20, verbose=0).history) == {"loss", "acc", "lr"}
+
+
 def test_a_failing_forward_says_on_what() -> None:
     for act in (lambda m: m.fit((X.double(), Y), verbose=0), lambda m: m.predict(X.double(), verbose=0)):
         with pytest.raises(RuntimeError) as caught:

@@ -8,6 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hapi.distributed.hang import Place
+
 __all__ = ["GuardedHook", "NoCollectives"]
 
 
@@ -34,19 +36,23 @@ class GuardedHook:
     Args:
         hook: The bound method.
         optimizer: Whose learning rates must not change where ranks do not agree on them; None for no check.
+        place: Where the loop stands: in this callback, while it runs.
     """
 
-    def __init__(self, hook: Callable[..., None], optimizer: Optimizer | None) -> None:
+    def __init__(self, hook: Callable[..., None], optimizer: Optimizer | None, place: Place) -> None:
         self.hook = hook
         self.__self__ = getattr(hook, "__self__", None)
         self.__name__ = getattr(hook, "__name__", "hook")
         self.optimizer = optimizer if "train_batch" in self.__name__ else None
+        self.place = place
         self.mode = NoCollectives(f"{type(self.__self__).__name__}.{self.__name__}")
 
     def __call__(self, *args: Any) -> None:
-        before = self._rates()
+        before, place = self._rates(), self.place
+        came_from, place.now = place.now, ("in callback", self.mode.who)
         with self.mode:
             self.hook(*args)
+        place.now = came_from
         # At a log point ("lr" is in the logs) rank 0's rates are passed on right after the hooks.
         if before != self._rates() and "lr" not in args[-1]:
             raise RuntimeError(

@@ -70,9 +70,9 @@ def fit_loop(
     progress, control, config = run.progress, run.control, run.config
     last_step = None if config.num_iters is None else progress.global_step + config.num_iters
     logs: Logs = {}
-    failed = False
     try:
         hooks.call("on_train_begin", {})
+        _agree(run)
         _carry_out(run, hooks)
         for epoch in itertools.count(progress.epoch - progress.first_epoch):
             if control.stop or (config.epochs is not None and epoch >= config.epochs):
@@ -82,6 +82,7 @@ def fit_loop(
             hooks.call("on_epoch_begin", epoch, {})
             _agree(run)
             _train_epoch(run, feed, step, hooks, loss, last_step)
+            _agree(run)
             logs = dict(run.logs)
             ending = bool(control.stop) or epoch + 1 == config.epochs
             if evaluate is not None and (ending or (epoch + 1) % config.eval_freq == 0):
@@ -93,16 +94,15 @@ def fit_loop(
             _agree(run)
             _carry_out(run, hooks)
     except BaseException as exc:
-        failed = True
         _report(hooks, exc)
         _end_quietly(hooks, "on_train_end", exc)
         raise
+    else:
+        hooks.finish("on_train_end", logs)
+        _agree(run)
+        _carry_out(run, hooks)
     finally:
         step.clear()
-        if not failed:
-            hooks.finish("on_train_end", logs)
-            _agree(run)
-            _carry_out(run, hooks)
 
 
 def _train_epoch(
