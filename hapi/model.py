@@ -807,7 +807,8 @@ class Model:
         if env.rank == 0:
             parts = self._running.parts if self._running is not None else self._parts()
             state = {name: part.state_dict() for name, part in parts.items()}
-            checkpoint.write(prefix, weights, state if self._optimizer is not None else None)
+            step = self._progress.global_step
+            checkpoint.write(prefix, weights, state if self._optimizer is not None else None, step=step)
 
     def _example_inputs(self) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         if self._inputs is not None and all(spec is not None and spec.shape for spec in self._inputs.specs):
@@ -845,7 +846,7 @@ class Model:
         """
         prefix = checkpoint.prefix_of(path, where="load")
         self._environment()
-        weights = checkpoint.read_weights(prefix, Path(path))
+        weights = checkpoint.read_weights(prefix, Path(path), verify=not reset_optimizer)
         source = f"{prefix}.pt"
         state = None if skip_mismatch or reset_optimizer else checkpoint.read_state(prefix)
         mine = self._parts().get("optimizer")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import resource
@@ -37,7 +39,7 @@ def names(folder: Path) -> list[str]:
 def test_the_weights_file_is_a_plain_state_dict(tmp_path: Path) -> None:
     model = trained()
     model.save(tmp_path / "sub" / "net.v1.2")
-    assert names(tmp_path / "sub") == ["net.v1.2.pt", "net.v1.2.state.pt"]
+    assert names(tmp_path / "sub") == ["net.v1.2.json", "net.v1.2.pt", "net.v1.2.state.pt"]
     net = mlp(seed=9)
     net.load_state_dict(torch.load(tmp_path / "sub" / "net.v1.2.pt", weights_only=True))
     assert same_weights(net, model.network)
@@ -99,9 +101,9 @@ def test_sgd_without_state_and_evaluation_only(tmp_path: Path) -> None:
     hapi.Model(mlp()).prepare("sgd", "mse").load(tmp_path / "a")
     only = hapi.Model(mlp()).prepare(None, "cross_entropy").load(tmp_path / "a")
     only.save(tmp_path / "b")
-    assert names(tmp_path) == ["a.pt", "a.state.pt", "b.pt"]
+    assert names(tmp_path) == ["a.json", "a.pt", "a.state.pt", "b.json", "b.pt"]
     only.save(tmp_path / "a")
-    assert names(tmp_path) == ["a.pt", "b.pt"], "a stale training state is removed"
+    assert names(tmp_path) == ["a.json", "a.pt", "b.json", "b.pt"], "a stale training state is removed"
 
 
 def test_mismatches_are_reported(tmp_path: Path) -> None:
@@ -152,6 +154,11 @@ def test_a_malicious_file_is_refused_and_not_executed(tmp_path: Path, file: str,
         torch.save({"weight": Marker()}, tmp_path / file)
     else:
         (tmp_path / file).write_bytes(pickle.dumps(Marker()))
+    # Whoever plants a file forges the checksum too.
+    manifest = json.loads((tmp_path / "a.json").read_text())
+    content = (tmp_path / file).read_bytes()
+    manifest["files"][file] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (tmp_path / "a.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="nothing of it was executed") as caught:
         hapi.Model(mlp()).prepare("adam", "cross_entropy").load(tmp_path / "a")
     assert file in str(caught.value)
@@ -179,8 +186,8 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, file: str, damage: st
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     trained().save(tmp_path / "a")
-    state = torch.load(tmp_path / "a.state.pt", weights_only=True)
-    torch.save({**state, "format": 99}, tmp_path / "a.state.pt")
+    manifest = json.loads((tmp_path / "a.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(CheckpointError, match="format 99; this hapi reads up to 1"):
         hapi.Model(mlp()).load(tmp_path / "a")
 
@@ -189,12 +196,12 @@ def test_a_state_of_other_weights_is_refused(tmp_path: Path) -> None:
     trained().save(tmp_path / "a")
     trained("sgd").save(tmp_path / "b")
     (tmp_path / "b.pt").replace(tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="belongs to other weights"):
+    with pytest.raises(CheckpointError, match="a.pt is damaged or was replaced"):
         hapi.Model(mlp()).load(tmp_path / "a")
     hapi.Model(mlp()).load(tmp_path / "a", reset_optimizer=True)
 
 
-@pytest.mark.parametrize("dies_at", ["weights", "state", "commit", "last rename"])
+@pytest.mark.parametrize("dies_at", ["weights", "state", "manifest", "commit", "weights rename", "state rename"])
 def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
 ) -> None:
@@ -212,12 +219,12 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
     def dying_save(value: Any, path: Path) -> None:
         calls["save"] += 1
         save(value, path)
-        if (dies_at, calls["save"]) in (("weights", 1), ("state", 2)):
+        if (dies_at, calls["save"]) in (("weights", 1), ("state", 2), ("manifest", 3)):
             raise Died
 
     def dying_replace(source: Any, target: Any) -> None:
         calls["replace"] += 1
-        if (dies_at, calls["replace"]) in (("commit", 1), ("last rename", 2)):
+        if (dies_at, calls["replace"]) in (("commit", 1), ("weights rename", 2), ("state rename", 3)):
             raise Died
         replace(source, target)
 
@@ -229,11 +236,11 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
             new.save(tmp_path / "a")
 
     loaded = hapi.Model(mlp(seed=7)).prepare("adam", "cross_entropy").load(tmp_path / "a")
-    expected = new if dies_at == "last rename" else old
+    expected = new if dies_at in ("weights rename", "state rename") else old
     assert same_weights(loaded.network, expected.network)
     assert loaded._progress.global_step == expected._progress.global_step
     loaded.save(tmp_path / "a")
-    assert names(tmp_path) == ["a.pt", "a.state.pt"], "the next save leaves no temporary file"
+    assert names(tmp_path) == ["a.json", "a.pt", "a.state.pt"], "the next save leaves no temporary file"
 
 
 @pytest.mark.slow
@@ -264,7 +271,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path: Path) -> Non
 def test_fit_saves_by_itself_and_keeps_the_epoch_of_the_file(tmp_path: Path) -> None:
     model = hapi.Model(mlp()).prepare("adam", "cross_entropy", "acc")
     model.fit((X, Y), (X, Y), batch_size=16, epochs=3, verbose=0, save_dir=tmp_path, save_freq=2)
-    assert names(tmp_path) == ["2.pt", "2.state.pt", "final.pt", "final.state.pt"]
+    assert names(tmp_path) == ["2.json", "2.pt", "2.state.pt", "final.json", "final.pt", "final.state.pt"]
     loaded = hapi.Model(mlp()).prepare("adam", "cross_entropy").load(tmp_path / "2")
     assert loaded._progress.epoch == 2
     assert loaded._progress.global_step == 8
@@ -307,3 +314,32 @@ def test_onnx_export(tmp_path: Path) -> None:
     for rows in (1, 5):
         (got,) = evaluator.run(None, {name: X[:rows].numpy()})
         np.testing.assert_allclose(got, model.predict_batch(X[:rows])[0], rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ finding checkpoints
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    model = hapi.Model(mlp()).prepare("adam", "cross_entropy")
+    for epoch in range(3):
+        model.fit((X, Y), batch_size=20, verbose=0)
+        model.save(tmp_path / f"e{epoch}")
+    (tmp_path / "notes.json").write_text("{}")
+    (tmp_path / "weights.pt").write_bytes((tmp_path / "e0.pt").read_bytes())
+    found = [path.name for path in checkpoint.newest_first(tmp_path)]
+    assert found == ["notes", "e2", "e1", "e0"]
+    assert [checkpoint.damage(tmp_path / name) is None for name in found] == [False, True, True, True]
+    (tmp_path / "e2.state.pt").write_bytes((tmp_path / "e2.state.pt").read_bytes()[:-1])
+    assert "e2.state.pt is damaged: it has" in (checkpoint.damage(tmp_path / "e2") or "")
+    (tmp_path / "e1.pt").unlink()
+    assert "e1.pt is damaged: it is missing" in (checkpoint.damage(tmp_path / "e1") or "")
+
+
+def test_temporary_files_of_a_crash_are_cleaned(tmp_path: Path) -> None:
+    trained().save(tmp_path / "a")
+    (tmp_path / ".a.pt.tmp").write_bytes(b"half")
+    (tmp_path / ".b.state.pt.tmp").write_bytes(b"half")
+    (tmp_path / ".mine.tmp").write_bytes(b"somebody else's")
+    checkpoint.clean(tmp_path)
+    assert names(tmp_path) == [".mine.tmp", "a.json", "a.pt", "a.state.pt"]
+    assert checkpoint.damage(tmp_path / "a") is None

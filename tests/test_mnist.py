@@ -43,7 +43,14 @@ def test_one_epoch_on_the_real_mnist(tmp_path: Path) -> None:
     values = {name: float(value) for name, value in re.findall(r"(acc_top\d): ([\d.]+)", last)}
     assert values["acc_top1"] >= 0.97
     assert values["acc_top2"] >= 0.99
-    assert sorted(p.name for p in (tmp_path / "save").iterdir()) == ["1.pt", "1.state.pt", "final.pt", "final.state.pt"]
+    assert sorted(p.name for p in (tmp_path / "save").iterdir()) == [
+        "1.json",
+        "1.pt",
+        "1.state.pt",
+        "final.json",
+        "final.pt",
+        "final.state.pt",
+    ]
     assert (tmp_path / "log" / "epochs.csv").read_text().startswith("epoch,")
     assert "\r" not in out
     assert "\x1b" not in out

@@ -1,8 +1,8 @@
-"""Files: weights in ``<prefix>.pt``, what training needs beside them in ``<prefix>.state.pt``.
+"""Files: weights in ``<prefix>.pt``, what training needs in ``<prefix>.state.pt``, a manifest in ``<prefix>.json``.
 
-A checkpoint appears at once. Both files are written under temporary names and flushed; renaming the state file,
-which carries the hash of its weights, is the commit point; the weights follow. A crash before that leaves the old
-pair whole; a crash between the two renames is finished by the next load or save.
+A checkpoint appears at once. All files are written under temporary names and flushed; renaming the manifest, which
+carries sizes and hashes of the others, is the commit point, and the others follow. A crash before that leaves the old
+checkpoint whole; a crash after it is finished by the next load or save, since the manifest says what belongs to it.
 
 Nothing in a file is executed: they are read with ``weights_only=True``.
 """
@@ -10,6 +10,7 @@ Nothing in a file is executed: they are read with ``weights_only=True``.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -25,8 +26,11 @@ from torch.optim import Optimizer
 __all__ = [
     "CheckpointError",
     "OptimizerPart",
+    "clean",
+    "damage",
     "fit_optimizer",
     "load_network",
+    "newest_first",
     "optimizer_state",
     "prefix_of",
     "read_state",
@@ -36,7 +40,7 @@ __all__ = [
 ]
 
 FORMAT = 1
-_OWN_SUFFIXES = (".state.pt", ".pt")
+_OWN_SUFFIXES = (".state.pt", ".pt", ".json")
 
 
 class CheckpointError(RuntimeError):
@@ -69,45 +73,60 @@ def _state_file(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".state.pt")
 
 
+def _manifest_file(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".json")
+
+
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def write(prefix: Path, weights: Mapping[str, Any], state: Mapping[str, Any] | None) -> None:
+def write(prefix: Path, weights: Mapping[str, Any], state: Mapping[str, Any] | None, *, step: int = 0) -> None:
     """Write a checkpoint; see the module's text for what a crash leaves.
 
     Args:
         prefix: Path without suffix; its folder is created.
         weights: The network's state dict.
         state: What training needs besides; None writes weights alone and removes an older state file.
+        step: Optimizer steps done; the manifest says so, and :func:`newest_first` sorts by it.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written. The previous checkpoint is whole.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    weights_file, state_file = _weights_file(prefix), _state_file(prefix)
-    _finish_rename(prefix)
-    temporary = [_temporary(weights_file), _temporary(state_file)]
+    _finish(prefix)
+    targets = {_weights_file(prefix): dict(weights)}
+    if state is not None:
+        targets[_state_file(prefix)] = {"format": FORMAT, **state}
+    manifest_file = _manifest_file(prefix)
+    everything = [_temporary(path) for path in (*targets, manifest_file)]
     try:
-        _save(dict(weights), temporary[0])
-        if state is None:
-            os.replace(temporary[0], weights_file)
-            state_file.unlink(missing_ok=True)
-        else:
-            _save({"format": FORMAT, "weights_sha256": _sha256(temporary[0]), **state}, temporary[1])
-            os.replace(temporary[1], state_file)  # the commit point
-            os.replace(temporary[0], weights_file)
-        _sync_folder(prefix.parent)
+        manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": {}}
+        for path, value in targets.items():
+            temporary = _temporary(path)
+            _save(value, temporary)
+            manifest["files"][path.name] = {"size": temporary.stat().st_size, "sha256": _sha256(temporary)}
+        _save(manifest, _temporary(manifest_file))
+        os.replace(_temporary(manifest_file), manifest_file)  # the commit point
     except BaseException:
-        for path in temporary:
+        for path in everything:
             path.unlink(missing_ok=True)
         raise
+    for path in targets:
+        os.replace(_temporary(path), path)
+    if state is None:
+        _state_file(prefix).unlink(missing_ok=True)
+    _sync_folder(prefix.parent)
 
 
 def _save(value: Any, path: Path) -> None:
+    """One file, flushed: JSON for the manifest, torch's format for the rest."""
     try:
         with open(path, "wb") as file:
-            torch.save(value, file)
+            if path.name.endswith(".json.tmp"):
+                file.write(json.dumps(value, indent=1).encode())
+            else:
+                torch.save(value, file)
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as exc:
@@ -138,37 +157,115 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _finish_rename(prefix: Path) -> None:
-    """After a crash between the two renames: the committed state file waits for its weights."""
-    pending, state_file = _temporary(_weights_file(prefix)), _state_file(prefix)
-    if pending.exists() and state_file.exists():
+def _manifest(prefix: Path) -> dict[str, Any] | None:
+    """The manifest; None where there is none (a bare weights file).
+
+    Raises:
+        CheckpointError: It is damaged, or from a newer hapi.
+    """
+    path = _manifest_file(prefix)
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_bytes())
+        version, files = int(manifest["format"]), dict(manifest["files"])
+        whole = all(isinstance(entry["size"], int) and isinstance(entry["sha256"], str) for entry in files.values())
+        step = int(manifest["step"])
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{path} is damaged: not a manifest of hapi") from exc
+    if version > FORMAT:
+        raise CheckpointError(f"{path} has format {version}; this hapi reads up to {FORMAT}. Use a newer hapi")
+    if not whole:
+        raise CheckpointError(f"{path} is damaged: not a manifest of hapi")
+    return {"format": version, "files": files, "step": step}
+
+
+def _mismatch(path: Path, entry: Mapping[str, Any]) -> str | None:
+    """How a file differs from its entry in the manifest; None if it does not."""
+    if not path.is_file():
+        return "it is missing"
+    size = path.stat().st_size
+    if size != entry["size"]:
+        return f"it has {size} bytes instead of {entry['size']}"
+    return None if _sha256(path) == entry["sha256"] else "its content does not match its checksum"
+
+
+def _finish(prefix: Path) -> None:
+    """After a crash between the renames of a committed checkpoint: rename what is still waiting."""
+    waiting = [path for path in (_weights_file(prefix), _state_file(prefix)) if _temporary(path).is_file()]
+    if not waiting:
+        return
+    try:
+        manifest = _manifest(prefix)
+    except CheckpointError:
+        return
+    for path in waiting:
+        entry = manifest["files"].get(path.name) if manifest else None
+        if entry is not None and _mismatch(_temporary(path), entry) is None:
+            os.replace(_temporary(path), path)
+
+
+def damage(prefix: Path) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None if it is whole. Reads every byte once."""
+    _finish(prefix)
+    try:
+        manifest = _manifest(prefix)
+    except CheckpointError as exc:
+        return str(exc)
+    if manifest is None:
+        return f"{_manifest_file(prefix)} is missing"
+    for name, entry in manifest["files"].items():
+        wrong = _mismatch(prefix.with_name(name), entry)
+        if wrong is not None:
+            return f"{prefix.with_name(name)} is damaged: {wrong}"
+    return None
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The prefixes of all checkpoints in a folder that have a manifest, the latest step first."""
+    found: list[tuple[int, float, Path]] = []
+    for path in folder.glob("*.json"):
+        prefix = path.with_suffix("")
         try:
-            wanted = _read(state_file).get("weights_sha256")
+            manifest = _manifest(prefix)
         except CheckpointError:
-            return
-        if wanted == _sha256(pending):
-            os.replace(pending, _weights_file(prefix))
+            # Keep it in the list, at its age: whoever looks for the newest should hear that it is damaged.
+            found.append((1 << 62, path.stat().st_mtime, prefix))
+            continue
+        if manifest is not None and f"{prefix.name}.state.pt" in manifest["files"]:
+            found.append((manifest["step"], path.stat().st_mtime, prefix))
+    return [prefix for *_, prefix in sorted(found, key=lambda entry: entry[:2], reverse=True)]
+
+
+def clean(folder: Path) -> None:
+    """Finish what a crash left half-renamed in a folder, and delete other temporary files of checkpoints."""
+    for path in folder.glob(".*.tmp"):
+        name = path.name.removeprefix(".").removesuffix(".tmp")
+        if name.endswith(_OWN_SUFFIXES):
+            _finish(prefix_of(folder / name, where="clean"))
+            path.unlink(missing_ok=True)
 
 
 def remove(prefix: Path) -> None:
-    """Delete a checkpoint's files."""
-    _state_file(prefix).unlink(missing_ok=True)
-    _weights_file(prefix).unlink(missing_ok=True)
+    """Delete a checkpoint's files, the manifest first: without it there is no checkpoint."""
+    for path in (_manifest_file(prefix), _state_file(prefix), _weights_file(prefix)):
+        path.unlink(missing_ok=True)
 
 
-def read_weights(prefix: Path, given: Path | None = None) -> dict[str, Any]:
+def read_weights(prefix: Path, given: Path | None = None, *, verify: bool = True) -> dict[str, Any]:
     """The weights at ``prefix``: tensors by name.
 
     Args:
         prefix: Path without suffix.
         given: The path as the user gave it: a file that exists as it is wins (a plain state dict saved by torch
             under any name).
+        verify: Compare with the manifest, where there is one.
 
     Raises:
         FileNotFoundError: There is no such file.
         CheckpointError: The file is damaged, or holds something else.
     """
-    _finish_rename(prefix)
+    _finish(prefix)
     path = _weights_file(prefix)
     if given is not None and not path.is_file() and given.is_file():
         path = given
@@ -178,31 +275,41 @@ def read_weights(prefix: Path, given: Path | None = None) -> dict[str, Any]:
         near = [name for name in near if not name.endswith(".state.pt")][:8]
         have = f"; the folder {folder} has {near}" if near else ""
         raise FileNotFoundError(f"load: no weights at {path}{have}")
+    manifest = _manifest(prefix) if verify and path == _weights_file(prefix) else None
+    if manifest is not None:
+        _verify(path, manifest)
     weights = _read(path)
     if not all(isinstance(key, str) for key in weights):
         raise CheckpointError(f"{path} does not hold a state dict (its keys are not names)")
     return weights
 
 
+def _verify(path: Path, manifest: Mapping[str, Any]) -> None:
+    entry = manifest["files"].get(path.name)
+    wrong = "its manifest does not know it" if entry is None else _mismatch(path, entry)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{path} is damaged or was replaced: {wrong} ({_manifest_file(prefix_of(path, where='load')).name}). "
+            "To take it as plain weights, load it with reset_optimizer=True"
+        )
+
+
 def read_state(prefix: Path) -> dict[str, Any] | None:
     """The training state beside the weights; None where there is none.
 
     Raises:
-        CheckpointError: The file is damaged, from a newer hapi, or belongs to other weights.
+        CheckpointError: The file is damaged, or from a newer hapi.
     """
+    manifest = _manifest(prefix)
     path = _state_file(prefix)
-    if not path.is_file():
+    if manifest is None or path.name not in manifest["files"]:
         return None
+    _verify(path, manifest)
     state = _read(path)
     if not isinstance(state.get("format"), int):
         raise CheckpointError(f"{path} is not a training state of hapi (it has no format number)")
     if state["format"] > FORMAT:
         raise CheckpointError(f"{path} has format {state['format']}; this hapi reads up to {FORMAT}. Use a newer hapi")
-    if state.get("weights_sha256") != _sha256(_weights_file(prefix)):
-        raise CheckpointError(
-            f"{path} belongs to other weights than {_weights_file(prefix).name}. "
-            "Load the weights alone with load(path, reset_optimizer=True)"
-        )
     return state
 
 

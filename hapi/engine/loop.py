@@ -410,7 +410,7 @@ def _carry_out(run: Run, hooks: Hooks) -> None:
             weights = run.strategy.full_state(run.network)
             if run.env.rank == 0:
                 state = {name: part.state_dict() for name, part in run.parts.items()}
-                checkpoint.write(prefix, weights, state)
+                checkpoint.write(prefix, weights, state, step=run.progress.global_step)
                 for old in request.remove:
                     checkpoint.remove(Path(old).absolute())
             barrier(group=run.env.group)
