@@ -35,6 +35,7 @@ from hapi.engine.hooks import Hooks
 from hapi.engine.loss import LossFunction
 from hapi.engine.master import MasterWeights
 from hapi.engine.meters import Meters, RoutedMetric
+from hapi.engine.resume import CallbacksPart, FitPart, find, restore_rank
 from hapi.engine.rng import draw_seed
 from hapi.engine.state import Control, Logs, Progress, Run, Stateful
 from hapi.summary import summary
@@ -273,6 +274,9 @@ class Model:
         validation_split: float | None = None,
         sample_weight: Any = None,
         seed: int | None = None,
+        save_every_n_steps: int | None = None,
+        keep: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> History:
         """Train for ``epochs`` epochs.
 
@@ -295,7 +299,11 @@ class Model:
             global_batch_size: Rows per batch over all ranks, instead of ``batch_size``.
             validation_split: Keep this fraction of arrays, the last rows, for evaluation.
             sample_weight: For arrays: a weight per sample, ``[N]``.
-            seed: Of the order. Default: follows ``torch.manual_seed``.
+            seed: Of the order. Default: follows ``torch.manual_seed``; a resumed run keeps the one it began with.
+            save_every_n_steps: Also write checkpoints every so many optimizer steps: ``step-100`` ...
+            keep: Keep only so many of the checkpoints, the newest.
+            resume: "auto" goes on from the newest whole checkpoint in ``save_dir``, or begins if there is none, so that
+                the same command can be run again after a crash; a path goes on from that checkpoint.
 
         Returns:
             The :class:`hapi.callbacks.History`: ``.history["loss"]``, ``["eval_acc"]`` ...
@@ -331,6 +339,13 @@ class Model:
             train_data = self._with_weights(train_data, sample_weight)
             weight_field = -1
         env = self._environment()
+        save_to = None if save_dir is None else os.fspath(save_dir)
+        saved = self._find_resume(resume, save_to)
+        if saved is not None:
+            kept_seed = saved[1]["fit"]["seed"]
+            if seed not in (None, kept_seed):
+                raise ValueError(f"fit: seed={seed}, but the run to resume has the seed {kept_seed}")
+            seed = kept_seed
         seed = broadcast_object(draw_seed() if seed is None else seed, group=env.group)
         config = replace(
             self._config,
@@ -352,9 +367,14 @@ class Model:
         if num_iters is not None:
             steps = None if loader.batches is None else -(-loader.batches // config.accumulate)
             config = replace(config, epochs=None if steps is None else -(-num_iters // steps))
-        save_to = None if save_dir is None else os.fspath(save_dir)
         chain = resolve.as_callbacks(
-            callbacks, verbose=verbose, log_freq=log_freq, save_dir=save_to, save_freq=save_freq
+            callbacks,
+            verbose=verbose,
+            log_freq=log_freq,
+            save_dir=save_to,
+            save_freq=save_freq,
+            every_n_steps=save_every_n_steps,
+            keep=keep,
         )
         history = next(c for c in chain if isinstance(c, History))
         config = replace(config, scheduler_interval=resolve.scheduler_interval(chain, config.scheduler_interval))
@@ -401,13 +421,43 @@ class Model:
         # A forward of this network is itself a collective, so a rank without rows must run one all the same.
         joins = several and has_sync_batchnorm(self.network)
         self.mode = "train"
-        run.progress.first_epoch = run.progress.epoch
-        run.progress.batch_in_epoch = 0
+        run.progress.first_epoch, run.progress.first_step = run.progress.epoch, run.progress.global_step
+        run.progress.batch_in_epoch = run.progress.row_in_epoch = 0
+        run.parts["callbacks"] = CallbacksPart(chain)
+        shape = {"samples": loader.samples, "accumulate_grad_batches": config.accumulate}
+        if loader.rows(0) is None:
+            shape["number of ranks"] = env.world  # batches come as they come: the position is a count of them
+        run.parts["fit"] = FitPart(run, shape)
+        if saved is not None:
+            self._apply_resume(run, *saved)
         splitter = self._splitter(weight_field)
         feed = loop.Feed(loader, splitter.split, splitter.empty if joins else None)
         with self._active(run, splitter, loader, eval_loader):
             loop.fit_loop(run, feed, train_step, hooks, self._loss, evaluate if eval_loader is not None else None)
         return history
+
+    def _find_resume(self, resume: Any, save_dir: str | None) -> tuple[Path, dict[str, Any]] | None:
+        """Rank 0 chooses the checkpoint, all ranks read it."""
+        if resume is None:
+            return None
+        env = self._environment()
+        found = find(os.fspath(resume), None if save_dir is None else Path(save_dir)) if env.rank == 0 else None
+        chosen = broadcast_object(None if found is None else str(found[0]), group=env.group)
+        return None if chosen is None else found or find(chosen, None)
+
+    def _apply_resume(self, run: Run, prefix: Path, state: dict[str, Any]) -> None:
+        """Put everything back as it was when the checkpoint was written."""
+        weights = checkpoint.read_weights(prefix)
+        mine = run.parts.get("optimizer")
+        if isinstance(mine, checkpoint.OptimizerPart):
+            mine.fitted(state["optimizer"])  # refuse before anything has changed
+        checkpoint.load_network(self.network, weights, skip_mismatch=False, source=f"{prefix}.pt")
+        if self._masters is not None:
+            self._masters.refresh()
+        for name, part in run.parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+        restore_rank(run, state)
 
     def _build_scheduler(self, run: Run, loader: Loader) -> None:
         """A scheduler given by name is built when the number of steps is known, anew for each fit."""

@@ -273,7 +273,14 @@ def _one_metric(given: Any, logits: bool) -> list[Any]:
 
 
 def as_callbacks(
-    given: Any, *, verbose: int, log_freq: int, save_dir: str | None = None, save_freq: int = 1
+    given: Any,
+    *,
+    verbose: int,
+    log_freq: int,
+    save_dir: str | None = None,
+    save_freq: int = 1,
+    every_n_steps: int | None = None,
+    keep: int | None = None,
 ) -> list[Callback]:
     """The user's callbacks, with a progress printer, a checkpoint writer and a history where there is none.
 
@@ -292,8 +299,13 @@ def as_callbacks(
     if verbose and not has(ProgBarLogger):
         # After the user's, so that values that they add to logs are printed.
         callbacks.append(ProgBarLogger(log_freq, verbose=verbose))
+    options = {"save_every_n_steps": every_n_steps, "keep": keep}
+    chosen = [name for name, value in options.items() if value is not None]
+    if chosen and (save_dir is None or has(ModelCheckpoint)):
+        why = "needs save_dir" if save_dir is None else "belongs to the ModelCheckpoint that is given in callbacks"
+        raise ValueError(f"fit: {chosen[0]} {why}")
     if save_dir is not None and not has(ModelCheckpoint):
-        callbacks.append(ModelCheckpoint(save_freq, save_dir))
+        callbacks.append(ModelCheckpoint(save_freq, save_dir, every_n_steps=every_n_steps, max_to_keep=keep))
     if not has(History):
         callbacks.append(History())
     return callbacks

@@ -6,10 +6,11 @@ arguments and labels. A rank without rows in a global batch gets ``None``.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,16 @@ from hapi.data.sampler import BatchPlan, OrderedBatches, epoch_order, fold
 from hapi.errors import add_note
 
 __all__ = ["GatherLoader", "Loader", "MapLoader", "StreamLoader", "is_arrays", "map_tree", "tree_rows"]
+
+
+class Start(NamedTuple):
+    """How much of an epoch has been seen: batches, and rows over all ranks."""
+
+    batches: int = 0
+    rows: int = 0
+
+
+NOTHING_SEEN = Start()
 
 
 class Loader(ABC):
@@ -33,13 +44,17 @@ class Loader(ABC):
     batches: int | None = None
     samples: int | None = None
 
-    def rows(self, index: int) -> int | None:
-        """Rows of global batch ``index`` over all ranks, known without reading it; None where unknown."""
+    def rows(self, index: int, seen: int = 0) -> int | None:
+        """Rows over all ranks of global batch ``index`` after ``seen`` rows, known without reading; None if unknown."""
         return None
 
+    def left(self, start: Start) -> int | None:
+        """Global batches left in an epoch; None where unknown."""
+        return None if self.batches is None else self.batches - start.batches
+
     @abstractmethod
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """This rank's raw batches of an epoch, from global batch ``start`` on; None for a part without rows."""
+    def epoch(self, epoch: int, start: Start = NOTHING_SEEN) -> Iterator[Any]:
+        """This rank's raw batches of what is left of an epoch; None for a part without rows."""
 
     def template(self) -> Any:
         """A raw batch of any number of rows, for a rank that has none; None where there is nothing to make it of."""
@@ -59,8 +74,11 @@ class _PlannedLoader(Loader):
         self.batches = plan.batches
         self.samples = plan.served
 
-    def rows(self, index: int) -> int | None:
-        return self.plan.rows(index)
+    def rows(self, index: int, seen: int = 0) -> int | None:
+        return self.plan.after(seen).rows(index)
+
+    def left(self, start: Start) -> int | None:
+        return self.plan.after(start.rows).batches
 
     def order(self, epoch: int) -> Tensor | None:
         return epoch_order(self.plan.samples, seed=self.seed, epoch=epoch) if self.shuffle else None
@@ -83,17 +101,17 @@ class GatherLoader(_PlannedLoader):
     def template(self) -> Any:
         return self.gather(slice(0, 1))
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        order, gather, plan = self.order(epoch), self.gather, self.plan
+    def epoch(self, epoch: int, start: Start = NOTHING_SEEN) -> Iterator[Any]:
+        order, gather, plan, seen = self.order(epoch), self.gather, self.plan.after(start.rows), start.rows
         if plan.world == 1:
             # The plan's own arithmetic, without a call per batch.
-            rows = plan.served
-            for first in range(start * plan.batch, rows, plan.batch):
+            rows = seen + plan.served
+            for first in range(seen, rows, plan.batch):
                 last = min(first + plan.batch, rows)
                 yield gather(slice(first, last) if order is None else order[first:last])
             return
-        for index in range(start, plan.batches):
-            first, last = plan.local(index)
+        for index in range(plan.batches):
+            first, last = (seen + bound for bound in plan.local(index))
             if first == last:
                 yield None
             else:
@@ -142,9 +160,9 @@ class MapLoader(_PlannedLoader):
     def template(self) -> Any:
         return collate(self.named.__getitems__([0]))
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        sampler = self.sampler
-        sampler.order, sampler.start = self.order(epoch), start
+    def epoch(self, epoch: int, start: Start = NOTHING_SEEN) -> Iterator[Any]:
+        sampler, plan = self.sampler, self.plan.after(start.rows)
+        sampler.order, sampler.skip, sampler.epoch = self.order(epoch), start.rows, epoch
         batches: Iterator[Any]
         if self.torch_loader is None:
             named = self.named
@@ -152,8 +170,8 @@ class MapLoader(_PlannedLoader):
         else:
             self.generator.manual_seed(fold(self.seed, epoch, 1))
             batches = iter(self.torch_loader)
-        for index in range(start, self.plan.batches):
-            first, last = self.plan.local(index)
+        for index in range(plan.batches):
+            first, last = plan.local(index)
             yield None if first == last else next(batches)
 
     def close(self) -> None:
@@ -182,7 +200,7 @@ class StreamLoader(Loader):
         except (TypeError, NotImplementedError):
             self.batches = None
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def epoch(self, epoch: int, start: Start = NOTHING_SEEN) -> Iterator[Any]:
         if self.spent:
             warnings.warn(
                 f"{self.name} is a one-shot iterator and was used up by an earlier epoch: this epoch has no "
@@ -195,14 +213,17 @@ class StreamLoader(Loader):
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-        return self._read(start)
+        batches = self._read()
+        for _ in itertools.islice(batches, start.batches):
+            pass  # read again, so that generators and workers go the same way
+        return batches
 
-    def _read(self, start: int) -> Iterator[Any]:
+    def _read(self) -> Iterator[Any]:
         count = 0
         try:
-            for count, batch in enumerate(self.source, 1):
-                if count > start:
-                    yield batch
+            for batch in self.source:
+                count += 1
+                yield batch
         except Exception as exc:
             add_note(exc, f"while reading batch {count} of {self.name}")
             raise

@@ -8,7 +8,7 @@ leave ranks without rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,10 @@ class BatchPlan:
         share, extra = divmod(rows, self.world)
         first = start + self.rank * share + min(self.rank, extra)
         return first, first + share + (self.rank < extra)
+
+    def after(self, rows: int) -> BatchPlan:
+        """The plan of what is left of an epoch of which ``rows`` rows have been seen."""
+        return replace(self, samples=self.samples - rows) if rows else self
 
     def some_rank_empty(self, index: int) -> bool:
         """Whether global batch ``index`` has fewer rows than there are ranks."""
@@ -197,25 +201,37 @@ def _check_int(name: str, value: object, least: int) -> None:
 class OrderedBatches(Sampler[list[int]]):
     """The index lists of this rank's part of every global batch, for torch's DataLoader.
 
-    ``order`` (set before each iteration) is the epoch's order, or None for 0, 1, 2 ...; ``start`` is the first
-    global batch to serve. A part without rows is left out: the loader above knows which those are.
+    ``order`` (set before each iteration) is the epoch's order, or None for 0, 1, 2 ...; ``skip`` rows of it have been
+    seen; ``epoch`` goes with the indices, for generators that depend on it. A part without rows is left out: the loader
+    above knows which those are.
     """
 
     def __init__(self, plan: BatchPlan) -> None:
         self.plan = plan
         self.order: Tensor | Sequence[int] | None = None
-        self.start = 0
+        self.skip = 0
+        self.epoch = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        for index in range(self.start, self.plan.batches):
-            first, last = self.plan.local(index)
+        plan, skip = self.plan.after(self.skip), self.skip
+        for index in range(plan.batches):
+            first, last = plan.local(index)
             if first == last:
                 continue
             if self.order is None:
-                yield list(range(first, last))
+                indices = Indices(range(skip + first, skip + last))
             else:
-                part = self.order[first:last]
-                yield part.tolist() if isinstance(part, Tensor) else list(part)
+                part = self.order[skip + first : skip + last]
+                indices = Indices(part.tolist() if isinstance(part, Tensor) else part)
+            indices.epoch = self.epoch
+            yield indices
 
     def __len__(self) -> int:
-        return sum(a != b for a, b in map(self.plan.local, range(self.start, self.plan.batches)))
+        plan = self.plan.after(self.skip)
+        return sum(a != b for a, b in map(plan.local, range(plan.batches)))
+
+
+class Indices(list[int]):
+    """The indices of a batch, with the epoch that they are read in. Survives the way to a worker process."""
+
+    epoch: int = 0

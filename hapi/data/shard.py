@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from hapi.data.loader import Loader, ShardedStream, StreamLoader, _Unsized
+from hapi.data.loader import NOTHING_SEEN, Loader, ShardedStream, Start, StreamLoader, _Unsized
 from hapi.data.sampler import BatchPlan, DistributedBatchSampler, OrderedBatches
 from hapi.distributed.collectives import broadcast_object
 from hapi.distributed.environment import Environment
@@ -78,23 +78,27 @@ class _CutLoader(Loader):
         self.ordered = OrderedBatches(self.plan)
         self.inner = _clone(data, data.dataset, batch_sampler=self.ordered)
 
-    def rows(self, index: int) -> int | None:
-        return self.plan.rows(index)
+    def rows(self, index: int, seen: int = 0) -> int | None:
+        return self.plan.after(seen).rows(index)
+
+    def left(self, start: Start) -> int | None:
+        return self.plan.after(start.rows).batches
 
     def template(self) -> Any:
         assert self.inner.collate_fn is not None
         return self.inner.collate_fn([self.inner.dataset[0]])
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def epoch(self, epoch: int, start: Start = NOTHING_SEEN) -> Iterator[Any]:
+        plan = self.plan.after(start.rows)
         if isinstance(self.sampler, SequentialSampler):
             order = None
         else:
             mine = list(self.sampler) if self.env.rank == 0 else None
             order = broadcast_object(mine, group=self.env.group)
-        self.ordered.order, self.ordered.start = order, start
+        self.ordered.order, self.ordered.skip, self.ordered.epoch = order, start.rows, epoch
         batches = iter(self.inner)
-        for index in range(start, self.plan.batches):
-            first, last = self.plan.local(index)
+        for index in range(plan.batches):
+            first, last = plan.local(index)
             yield None if first == last else next(batches)
 
 
@@ -114,10 +118,10 @@ class _DealtLoader(Loader):
             **({"sampler": _Listed(self), "batch_size": None} if self.single else {"batch_sampler": _Listed(self)}),
         )
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def epoch(self, epoch: int, start: Start = NOTHING_SEEN) -> Iterator[Any]:
         everything = list(self.source) if self.env.rank == 0 else None
         everything = broadcast_object(everything, group=self.env.group)
-        self.mine = everything[start * self.env.world + self.env.rank :: self.env.world]
+        self.mine = everything[start.batches * self.env.world + self.env.rank :: self.env.world]
         yield from self.inner
 
 
@@ -141,6 +145,6 @@ class _TurnLoader(StreamLoader):
         if self.batches is not None:
             self.batches = -(-self.batches // env.world)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def epoch(self, epoch: int, start: Start = NOTHING_SEEN) -> Iterator[Any]:
         world, rank = self.env.world, self.env.rank
-        return itertools.islice(super().epoch(epoch), start * world + rank, None, world)
+        return itertools.islice(super().epoch(epoch), start.batches * world + rank, None, world)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hapi.data.batch import Batch
-from hapi.data.loader import Loader, map_tree
+from hapi.data.loader import Loader, Start, map_tree
 from hapi.distributed.collectives import all_gather_objects, all_reduce, barrier, broadcast, broadcast_object
-from hapi.engine import checkpoint
+from hapi.engine import checkpoint, rng
 from hapi.engine.hooks import Hooks, fire
 from hapi.engine.loss import Count, LossFunction
 from hapi.engine.state import Logs, Run
@@ -68,7 +68,7 @@ def fit_loop(
 ) -> None:
     """Train. ``evaluate`` runs one evaluation and returns its logs."""
     progress, control, config = run.progress, run.control, run.config
-    last_step = None if config.num_iters is None else progress.global_step + config.num_iters
+    last_step = None if config.num_iters is None else progress.first_step + config.num_iters
     logs: Logs = {}
     try:
         hooks.call("on_train_begin", {})
@@ -90,7 +90,7 @@ def fit_loop(
             _step_epoch_scheduler(run, logs)
             hooks.call("on_epoch_end", epoch, logs)
             progress.epoch += 1
-            progress.batch_in_epoch = 0
+            progress.batch_in_epoch = progress.row_in_epoch = 0
             _agree(run)
             _carry_out(run, hooks)
     except BaseException as exc:
@@ -112,15 +112,18 @@ def _train_epoch(
     by_step = scheduler is not None and run.config.scheduler_interval == "step"
     begin, end = hooks.of("on_train_batch_begin"), hooks.of("on_train_batch_end")
     log_freqs = (run.config.log_freq, *hooks.log_freqs) if "on_train_batch_end" in hooks.listens else ()
-    micro, update, total, place = step.micro, step.update, feed.loader.batches, run.place
+    micro, update, place = step.micro, step.update, run.place
     index = progress.batch_in_epoch
+    left = feed.loader.left(Start(index, progress.row_in_epoch))
+    total = None if left is None else index + left
     read_at = -1
     unchecked = run.env.world > 1
     assert run.optimizer is not None
     rates = run.optimizer.param_groups[0]
     rate = rates["lr"]
-    meters.reset()
-    run.logs = {}
+    if index == 0:
+        meters.reset()
+        run.logs = {}
     place.now = ("reading batch", index)
     for share in _shares(run, feed, loss):
         if begin:
@@ -136,6 +139,7 @@ def _train_epoch(
             unchecked = False
         index += 1
         progress.batch_in_epoch = index
+        progress.row_in_epoch += share.rows
         progress.samples += share.rows
         stepped = share.last and update()
         progress.global_step += stepped
@@ -154,7 +158,10 @@ def _train_epoch(
         if read_at == index:
             _agree(run)
         agreed = read_at == index or run.env.world == 1
-        if control.requests and agreed:
+        if agreed and control.requests:
+            run.pending += control.requests
+            control.requests = []
+        if run.pending and share.last:
             _carry_out(run, hooks)
         if stepped and progress.global_step == last_step:
             control.request_stop("num_iters")
@@ -175,8 +182,17 @@ def _due(index: int, log_freqs: tuple[int, ...]) -> bool:
 def _shares(run: Run, feed: Feed, loss: LossFunction) -> Iterator[Share]:
     """Cut the epoch into optimizer steps, and tell each batch the weight of its whole step."""
     size, env, loader, split = run.config.accumulate, run.env, feed.loader, feed.split
-    start = run.progress.batch_in_epoch
-    raws = loader.epoch(run.progress.epoch, start)
+    progress = run.progress
+    start = Start(progress.batch_in_epoch, progress.row_in_epoch)
+    if run.resume_rng is not None:
+        # A loader that draws from the global generators draws what it drew when the epoch began; then the rest goes on
+        # from where the checkpoint was written.
+        rng.restore(run.resume_rng["epoch"])
+    run.epoch_rng = rng.capture()
+    raws = loader.epoch(progress.epoch, start)
+    if run.resume_rng is not None:
+        rng.restore(run.resume_rng["now"])
+        run.resume_rng = None
     if size == 1 and env.world == 1:
         for raw in raws:
             batch = split(raw)
@@ -195,31 +211,31 @@ def _shares(run: Run, feed: Feed, loss: LossFunction) -> Iterator[Share]:
 
 
 def _planned_shares(
-    batches: Iterator[Batch | None], loader: Loader, start: int, size: int, terms: int, world: int
+    batches: Iterator[Batch | None], loader: Loader, start: Start, size: int, terms: int, world: int
 ) -> Iterator[Share]:
     """The host knows every batch's rows, so nothing is read ahead and nothing is communicated."""
-    assert loader.batches is not None
-    rows = [loader.rows(i) or 0 for i in range(loader.batches)]
-    for index, batch in enumerate(batches, start):
+    # A run starts and resumes at the beginning of a step, so steps are counted from there.
+    rows = [loader.rows(i, start.rows) or 0 for i in range(loader.left(start) or 0)]
+    for index, batch in enumerate(batches):
         begin = index - index % size
         total = sum(rows[begin : begin + size])
-        last = (index + 1) % size == 0 or index + 1 == loader.batches
+        last = (index + 1) % size == 0 or index + 1 == len(rows)
         yield Share(batch, [total] * terms, last, rows[index], rows[index] >= world)
 
 
 def _weighed_shares(
-    run: Run, batches: Iterator[Batch | None], loader: Loader, start: int, loss: LossFunction, counted: bool
+    run: Run, batches: Iterator[Batch | None], loader: Loader, start: Start, loss: LossFunction, counted: bool
 ) -> Iterator[Share]:
     """Weights lie in the labels, or lengths are unknown: read one step ahead, and add up over the ranks."""
     size, world = run.config.accumulate, run.env.world
-    index = start
+    index = 0
+    left = loader.left(start) if loader.rows(0) is not None else None
     while True:
         window = list(itertools.islice(batches, size))
         window += [None] * (size - len(window))
         totals, rows, having = _weigh(run, window, loss, counted)
-        if loader.batches is not None and loader.rows(0) is not None:
-            ahead = range(index, min(index + size, loader.batches))
-            rows = [loader.rows(i) or 0 for i in ahead]
+        if left is not None:
+            rows = [loader.rows(i, start.rows) or 0 for i in range(index, min(index + size, left))]
             having = [min(count, world) for count in rows]
         length = sum(count > 0 for count in having)
         if length == 0:
@@ -402,14 +418,17 @@ def _carry_out(run: Run, hooks: Hooks) -> None:
     """Do what callbacks asked for."""
     # Weights that are put back go into the files that are written at the same moment.
     order = ("keep", "restore", "save")
-    requests = sorted(run.control.requests, key=lambda request: order.index(request.action))
-    run.control.requests = []
+    requests = sorted([*run.pending, *run.control.requests], key=lambda request: order.index(request.action))
+    run.pending, run.control.requests = [], []
     for request in requests:
         if request.action == "save":
             prefix = Path(request.path).absolute()
             weights = run.strategy.full_state(run.network)
+            mine = {"rng": {"now": rng.capture(), "epoch": run.epoch_rng}, "meters": run.meters.saved_states()}
+            ranks = all_gather_objects(mine, group=run.env.group)
             if run.env.rank == 0:
-                state = {name: part.state_dict() for name, part in run.parts.items()}
+                state: dict[str, Any] = {name: part.state_dict() for name, part in run.parts.items()}
+                state["ranks"] = ranks
                 checkpoint.write(prefix, weights, state, step=run.progress.global_step)
                 for old in request.remove:
                     checkpoint.remove(Path(old).absolute())

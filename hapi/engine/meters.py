@@ -20,6 +20,7 @@ from hapi.data.batch import Batch
 from hapi.distributed.collectives import all_gather_objects, all_reduce, gather_rows, stack_over_ranks
 from hapi.distributed.environment import Environment
 from hapi.engine.loss import Count, LossFunction
+from hapi.engine.plain import plain
 from hapi.engine.state import Logs
 from hapi.errors import add_note
 from hapi.metrics.adapters import ReferenceMetric
@@ -278,9 +279,74 @@ class Meters:
                 warnings.warn(f"metric {name!r} is NaN", RuntimeWarning, stacklevel=2)
         return logs
 
-    def _held(self) -> list[Any]:
+    def _inner(self) -> list[Any]:
         inner = [m.metric.inner for m in self.metrics if not isinstance(m.metric, Metric)]
-        return [*(held for held in inner if hasattr(held, "__dict__")), *(m.metric for m in self._torch)]
+        return [held for held in inner if hasattr(held, "__dict__")]
+
+    def _held(self) -> list[Any]:
+        return [*self._inner(), *(m.metric for m in self._torch)]
+
+    def saved_states(self) -> dict[str, Any]:
+        """This rank's sums as tensors and plain containers, for :meth:`load_states`.
+
+        Raises:
+            TypeError: A metric on the host holds something else.
+        """
+        return {
+            "buffers": {op: buffer.cpu() for op, buffer in self._buffers.items()},
+            "others": [{name: m.state[name].cpu() for name in _unshared(m)} for m in self._native],
+            "lists": [{name: [row.cpu() for row in rows] for name, rows in m.lists.items()} for m in self._native],
+            "torch": [m.saved_states() for m in self._torch],
+            "inner": [plain(vars(held), f"metric {type(held).__name__}") for held in self._inner()],
+            "rows": self.rows,
+            "counts": list(self._counts),
+        }
+
+    def load_states(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what every rank saved. On another number of ranks, rank 0 goes on with everybody's sums.
+
+        Raises:
+            ValueError: Another number of ranks, and a metric whose state cannot be added up.
+        """
+        if len(ranks) == self.env.world:
+            self._load(ranks[self.env.rank])
+            return
+        if any(saved["torch"] or saved["inner"] for saved in ranks) or any(map(_unshared, self._native)):
+            raise ValueError(
+                "fit: resuming in the middle of an epoch on another number of ranks works with hapi's metrics; "
+                "torchmetrics and host-side metrics keep one state per rank"
+            )
+        self.reset()
+        if self.env.rank:
+            return
+        self._load(ranks[0])
+        for saved in ranks[1:]:
+            for op, buffer in saved["buffers"].items():
+                mine, theirs = self._buffers[op], buffer.to(self.device)
+                if op == "sum":
+                    mine.add_(theirs)
+                else:
+                    mine.copy_(torch.maximum(mine, theirs) if op == "max" else torch.minimum(mine, theirs))
+            for metric, lists in zip(self._native, saved["lists"], strict=True):
+                for name, rows in lists.items():
+                    metric.lists[name].extend(row.to(self.device) for row in rows)
+            self.rows += saved["rows"]
+            self._counts = [a + b for a, b in zip(self._counts, saved["counts"], strict=True)]
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        for op, buffer in saved["buffers"].items():
+            self._buffers[op].copy_(buffer)
+        for metric, others in zip(self._native, saved["others"], strict=True):
+            metric.state.update({name: value.to(self.device) for name, value in others.items()})
+        for metric, lists in zip(self._native, saved["lists"], strict=True):
+            for name, rows in lists.items():
+                metric.lists[name][:] = [row.to(self.device) for row in rows]
+        for torch_metric, states in zip(self._torch, saved["torch"], strict=True):
+            torch_metric.load_states(states)
+        for held, values in zip(self._inner(), saved["inner"], strict=True):
+            vars(held).update(values)
+        self.rows = saved["rows"]
+        self._counts = list(saved["counts"])
 
     def snapshot(self) -> dict[str, Any]:
         """A copy of everything, for :meth:`restore` (an evaluation in the middle of an epoch)."""

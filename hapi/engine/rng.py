@@ -1,13 +1,15 @@
-"""Random generators: seed them all."""
+"""Random generators: seed them all, capture them, put them back."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["draw_seed", "seed_everything"]
+__all__ = ["capture", "draw_seed", "restore", "seed_everything"]
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:
@@ -46,3 +48,28 @@ def draw_seed() -> int:
     seeds torch gets the same order each time, and its own draws are not disturbed.
     """
     return torch.initial_seed() & ((1 << 63) - 1)
+
+
+def capture() -> dict[str, Any]:
+    """The state of this process's global generators, as tensors and plain containers."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002  # the global one
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Put :func:`capture` back."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -51,14 +51,18 @@ class Progress:
     Attributes:
         epoch: Epochs finished; the index of the epoch in progress.
         first_epoch: ``epoch`` when the current ``fit`` began, so that ``epoch - first_epoch`` is its own count.
+        first_step: ``global_step`` when the current ``fit`` began.
         batch_in_epoch: Batches (forwards) finished in the epoch in progress.
+        row_in_epoch: Rows seen in the epoch in progress, over all ranks: the position in its order.
         global_step: Optimizer updates done. The x axis of every curve.
         samples: Training samples seen, over all ranks.
     """
 
     epoch: int = 0
     first_epoch: int = 0
+    first_step: int = 0
     batch_in_epoch: int = 0
+    row_in_epoch: int = 0
     global_step: int = 0
     samples: int = 0
 
@@ -69,7 +73,7 @@ class Progress:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the counters from :meth:`state_dict`."""
         for name in asdict(self):
-            setattr(self, name, int(state_dict[name]))
+            setattr(self, name, int(state_dict.get(name, 0)))
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,9 @@ class Run:
         parts: *Is* the checkpoint: to save a new thing, add it here.
         logs: The latest training values of the epoch in progress (floats by name).
         kept: Weights that a callback asked to keep, in host memory.
+        pending: Requests that all ranks know of, to be carried out at the end of an optimizer step.
+        resume_rng: In a resumed run, until its epoch goes on: this rank's generators, now and when the epoch began.
+        epoch_rng: This rank's generators when the epoch in progress began.
         place: Where the loop stands, for the hang report.
     """
 
@@ -139,4 +146,7 @@ class Run:
     parts: dict[str, Stateful]
     logs: Logs = field(default_factory=dict)
     kept: dict[str, Any] | None = None
+    pending: list[Request] = field(default_factory=list)
+    resume_rng: dict[str, Any] | None = None
+    epoch_rng: dict[str, Any] | None = None
     place: Place = field(default_factory=Place)

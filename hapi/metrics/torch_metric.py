@@ -127,6 +127,20 @@ class TorchMetric(Metric):
                     self.state[key].copy_(value.double() - default.double() if reduce == "sum" else value)
         self.state[_UPDATES].fill_(self._updates())
 
+    def saved_states(self) -> list[dict[str, Any]]:
+        """The states of the metric and of those inside it, for a checkpoint."""
+        return [
+            {"states": copy.deepcopy(self._states(member)), "updates": member._update_count}
+            for member, _ in self._members()
+        ]
+
+    def load_states(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take :meth:`saved_states` back."""
+        for (member, _), entry in zip(self._members(), saved, strict=True):
+            for state, value in entry["states"].items():
+                setattr(member, state, value)
+            member._update_count, member._computed = entry["updates"], None
+
     def _flush_rows(self, key: str, rows: Sequence[Any]) -> None:
         strange = next((row for row in rows if not isinstance(row, Tensor)), None)
         if strange is not None:

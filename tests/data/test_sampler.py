@@ -37,8 +37,10 @@ def test_ordered_batches_leave_out_empty_parts_and_start_anywhere() -> None:
     batches.order = torch.arange(9) + 100
     assert list(batches) == [[103], [107]]
     assert len(batches) == 2
-    batches.start = 1
+    batches.skip = 4
     assert list(batches) == [[107]]
+    batches.skip = 1
+    assert list(batches) == [[104], [108]], "on another cut the order goes on at the exact row"
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_and_draws_nothing() -> None:
