@@ -26,7 +26,7 @@ def _close_ranks() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002  # the generator that users' datasets draw from
+    np.random.seed(0)  # the generator that users' datasets draw from
     torch.manual_seed(0)
     torch.set_num_threads(1)
 

@@ -196,7 +196,7 @@ def test_a_state_of_other_weights_is_refused(tmp_path: Path) -> None:
     trained().save(tmp_path / "a")
     trained("sgd").save(tmp_path / "b")
     (tmp_path / "b.pt").replace(tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match="a.pt is damaged or was replaced"):
+    with pytest.raises(CheckpointError, match=r"a.pt is damaged or was replaced"):
         hapi.Model(mlp()).load(tmp_path / "a")
     hapi.Model(mlp()).load(tmp_path / "a", reset_optimizer=True)
 

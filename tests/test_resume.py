@@ -94,6 +94,7 @@ def run(
     epochs: int = 3,
     accumulate: int = 1,
     seed: int | None = 5,
+    workers: int = 0,
     **prepare: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(3)
@@ -117,13 +118,14 @@ def run(
         verbose=0,
         seed=seed,
         accumulate_grad_batches=accumulate,
+        num_workers=workers,
         callbacks=callbacks,
         **options,
     )
     return net, {**history.history, "after": [float(torch.rand(1)), random.random(), float(np.random.rand())]}
 
 
-@pytest.mark.parametrize("kind", ["arrays", "DataLoader", "list of batches"])
+@pytest.mark.parametrize("kind", ["arrays", "noisy dataset", "DataLoader", "list of batches"])
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 7, 9, 20])
 def test_resuming_at_any_step_gives_the_same_bits(tmp_path: Path, kind: str, stop_at: int) -> None:
     expected, history = run(None, kind=kind)
@@ -132,6 +134,43 @@ def test_resuming_at_any_step_gives_the_same_bits(tmp_path: Path, kind: str, sto
     got, other = run(tmp_path, kind=kind)
     assert same_weights(expected, got)
     assert other == history
+
+
+@pytest.mark.slow
+def test_random_augmentation_does_not_depend_on_workers(tmp_path: Path) -> None:
+    expected, history = run(None, kind="noisy dataset")
+    got, other = run(None, kind="noisy dataset", workers=2)
+    assert same_weights(expected, got)
+    assert other == history
+    with pytest.raises(Interrupted):
+        run(tmp_path, kind="noisy dataset", workers=2, stop_at=9)
+    got, other = run(tmp_path, kind="noisy dataset", workers=2)
+    assert same_weights(expected, got)
+    assert other == history
+
+
+def test_what_a_sample_draws_is_new_in_every_epoch_and_leaves_the_generators_alone() -> None:
+    seen: list[list[float]] = []
+
+    class Draws(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            drawn = [float(torch.rand(1)), random.random(), float(np.random.rand())]
+            if index == 3:
+                seen.append(drawn)
+            return super().__getitem__(index)
+
+    model = hapi.Model(mlp()).prepare("sgd", "cross_entropy")
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model.fit(Draws(), batch_size=52, epochs=3, verbose=0, seed=1)
+    after = [float(torch.rand(1)), random.random(), float(np.random.rand())]
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    assert after == [float(torch.rand(1)), random.random(), float(np.random.rand())]
+    # The first batch was read twice: once to find out that the dataset draws.
+    assert len({tuple(drawn) for drawn in seen[1:]}) == 3
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
@@ -279,7 +318,8 @@ SCRIPT = """
     from tests.helpers.nets import blobs
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
-    model = hapi.Model(net).prepare(torch.optim.Adam(net.parameters(), 1e-3), "cross_entropy", "acc", scheduler="cosine")
+    adam = torch.optim.Adam(net.parameters(), 1e-3)
+    model = hapi.Model(net).prepare(adam, "cross_entropy", "acc", scheduler="cosine")
     history = model.fit(blobs(400), blobs(100), batch_size=8, epochs=4, verbose=0, seed=1, save_dir=sys.argv[1],
                         save_every_n_steps=7, keep=3, resume="auto")
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()

@@ -435,7 +435,7 @@ class Noisy(nn.Module):
         assert not any(module.training for module in self.modules())
         assert not torch.is_grad_enabled()
         assert not torch.backends.mha.get_fastpath_enabled()
-        x = self.norm(self.first(x)) + torch.rand(1) + np.random.rand() + random.random()  # noqa: NPY002
+        x = self.norm(self.first(x)) + torch.rand(1) + np.random.rand() + random.random()
         if self.fail:
             raise RuntimeError("the net failed")
         return self.last(F.dropout(x, 0.5, training=True)).float()
@@ -448,14 +448,14 @@ def test_nothing_is_left_behind(function: Any, fail: bool) -> None:
     flags = {name: module.training for name, module in net.named_modules()}
     weights = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     assert flags == {"": True, "first": True, "norm": False, "last": True}
-    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     if fail:
         with pytest.raises(RuntimeError, match="the net failed"):
             function(net, (2, 4), verbose=False)
     else:
         function(net, (2, 4), verbose=False)
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
+    assert np.array_equal(np.random.get_state()[1], states[1])
     assert random.getstate() == states[2]
     assert {name: module.training for name, module in net.named_modules()} == flags
     assert all(torch.equal(tensor, weights[name]) for name, tensor in net.state_dict().items())

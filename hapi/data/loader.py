@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from hapi.data.randomness import GeneratorsState, seed_sample
 from hapi.data.sampler import BatchPlan, OrderedBatches, epoch_order, fold
 from hapi.errors import add_note
 
@@ -141,7 +142,7 @@ class MapLoader(_PlannedLoader):
         pin_memory: bool = False,
     ) -> None:
         super().__init__(plan, shuffle=shuffle, seed=seed)
-        self.named = NamedSamples(dataset, plan.rank)
+        self.named = NamedSamples(dataset, plan.rank, seed)
         self.sampler = OrderedBatches(plan)
         self.torch_loader: DataLoader[Any] | None = None
         if num_workers:
@@ -230,11 +231,16 @@ class StreamLoader(Loader):
 
 
 class NamedSamples(Dataset[Any]):
-    """A dataset whose failing sample says its index, dataset and rank. Asked for a whole batch at once."""
+    """A dataset whose failing sample says its index, dataset and rank. Asked for a whole batch at once.
 
-    def __init__(self, dataset: Any, rank: int) -> None:
+    What a sample draws from the global generators is a function of (seed, epoch, index); see data/randomness.py.
+    """
+
+    def __init__(self, dataset: Any, rank: int, seed: int = 0) -> None:
         self.dataset = dataset
         self.rank = rank
+        self.seed = seed
+        self.draws = False
         # torch's Dataset base has __getitems__ commented out, so having the attribute means having it.
         self.batched = callable(getattr(dataset, "__getitems__", None))
 
@@ -242,7 +248,22 @@ class NamedSamples(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, indices: list[int]) -> Any:
+        before = GeneratorsState()
+        if not self.draws:
+            read = self._read(indices, None)
+            if not before.moved():
+                return read
+            # This dataset draws: read again, and from now on, with generators that depend on the sample alone.
+            self.draws = True
+        try:
+            return self._read(indices, getattr(indices, "epoch", 0))
+        finally:
+            before.restore()
+
+    def _read(self, indices: list[int], epoch: int | None) -> Any:
         if self.batched:
+            if epoch is not None:
+                seed_sample(self.seed, epoch, indices[0] if indices else 0)
             try:
                 return self.dataset.__getitems__(indices)
             except Exception as exc:
@@ -251,6 +272,8 @@ class NamedSamples(Dataset[Any]):
         samples = []
         dataset = self.dataset
         for index in indices:
+            if epoch is not None:
+                seed_sample(self.seed, epoch, index)
             try:
                 samples.append(dataset[index])
             except Exception as exc:
