@@ -7,7 +7,10 @@ the loop of the tutorials, ``raw/best`` an expert's. All contenders' processes l
 some steps, in random order within a round, so that the machine's noise hits all alike; what counts is the ratio within
 a round.
 
-    python benchmarks/ddp.py [--rounds 7] [--steps 100] [--launches 1] [--only hapi,raw]
+    python benchmarks/ddp.py [--rounds 7] [--steps 100] [--launches 1] [--only hapi,raw] [--malloc keep|default]
+
+By default all ranks are told to keep freed memory (``--malloc keep``): whether glibc gives it back depends on how the
+heap happens to lie, differs between two processes of the same program, and would hide what is compared here.
 
 Lightning and Accelerate are installed into environments of their own, below ``--env-dir``, and kept there.
 """
@@ -38,6 +41,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hapi.datasets import MNIST, DatasetNotFoundError
 
+# glibc gives large buffers back to the kernel or keeps them, as the heap happens to lie: up to a fifth of a step.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(2 << 30)}
 REQUIREMENTS = {"lightning": "lightning==2.6.6", "accelerate": "accelerate==1.15.0"}
 SCRIPT = Path(__file__).resolve().parent / "_ddp_contenders.py"
 BASE, BEST, WARM_UP = "raw/map", "raw/best", 30
@@ -50,10 +55,11 @@ class ContenderError(Exception):
 
 @dataclass
 class Turn:
-    """Seconds per step of both clocks, CPU over all ranks; and rank 0's collectives, where they were counted."""
+    """Seconds per step of both clocks and page faults per step, of all ranks; rank 0's collectives, where counted."""
 
     wall: float
     cpu: float
+    faults: float
     collectives: dict[str, int]
 
 
@@ -89,7 +95,7 @@ class Contender:
         self.lines: list[Any] = []
         for rank in range(RANKS):
             mine, theirs = socket.socketpair()
-            env = {**os.environ, **_rank_variables(rank, port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            env = {**os.environ, **_rank_variables(rank, port)}
             command = [str(python), str(SCRIPT), name, str(images)]
             with theirs, open(folder / f"rank{rank}.log", "wb") as log:
                 process = subprocess.Popen(
@@ -132,7 +138,8 @@ class Contender:
             raise ContenderError(f"a rank has ended: {exc}") from exc
         answers = self.wait(TURN_SECONDS)
         wall = time.perf_counter() - start
-        return Turn(wall / steps, sum(answer["cpu"] for answer in answers) / steps, answers[0]["collectives"])
+        cpu, faults = (sum(answer[key] for answer in answers) / steps for key in ("cpu", "faults"))
+        return Turn(wall / steps, cpu, faults, answers[0]["collectives"])
 
     def end(self) -> None:
         """Close the gate for ever; whoever does not go is killed."""
@@ -152,8 +159,10 @@ class Contender:
 
 
 def _rank_variables(rank: int, port: int) -> dict[str, str]:
-    """What torchrun sets."""
+    """What torchrun sets, one thread, loopback."""
     return {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
@@ -224,7 +233,7 @@ def _noted(name: str, contenders: dict[str, Contender], results: dict[str, Resul
 def compete(
     pythons: dict[str, Path], images: Path, results: dict[str, Result], *, rounds: int, steps: int, epoch: int
 ) -> None:
-    """One launch of all contenders: the rounds, then the count over the steps of an epoch."""
+    """One launch of all contenders: the rounds, then, once, the count over the steps of an epoch."""
     with tempfile.TemporaryDirectory() as folder, started(pythons, images, Path(folder), results) as contenders:
         for _ in range(rounds):
             order = list(contenders)
@@ -232,7 +241,7 @@ def compete(
             for name in order:
                 with _noted(name, contenders, results):
                     results[name].turns.append(contenders[name].turn(steps))
-        for name in list(contenders):
+        for name in [name for name in contenders if not results[name].collectives]:
             with _noted(name, contenders, results):
                 results[name].collectives = contenders[name].turn(epoch, count=True).collectives
 
@@ -244,16 +253,18 @@ def show(results: dict[str, Result], epoch: int) -> None:
         pairs = zip(result.turns, results[base].turns, strict=True)
         return f"{statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs):.2f}"
 
-    print(f"{'':20}{'ms/step':>16}{'/ ' + BASE:>16}{'/ ' + BEST:>16}  collectives")
-    print(f"{'':20}{'wall':>8}{'CPU':>8}{'wall':>8}{'CPU':>8}{'wall':>8}{'CPU':>8}  per step")
+    print(f"{'':20}{'ms/step':>16}{'/ ' + BASE:>16}{'/ ' + BEST:>16}{'faults':>9}  collectives")
+    print(f"{'':20}{'wall':>8}{'CPU':>8}{'wall':>8}{'CPU':>8}{'wall':>8}{'CPU':>8}{'/ step':>9}  per step")
     for name, result in results.items():
         if result.failure:
             print(f"{name:20}  {result.failure}")
             continue
-        times = [statistics.median(getattr(turn, clock) for turn in result.turns) * 1e3 for clock in ("wall", "cpu")]
+        wall, cpu, faults = (
+            statistics.median(getattr(turn, what) for turn in result.turns) for what in ("wall", "cpu", "faults")
+        )
         ratios = [ratio(result, base, clock) for base in (BASE, BEST) for clock in ("wall", "cpu")]
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.collectives.items()))
-        columns = "".join([f"{value:8.2f}" for value in times] + [f"{text:>8}" for text in ratios])
+        columns = f"{wall * 1e3:8.2f}{cpu * 1e3:8.2f}" + "".join(f"{text:>8}" for text in ratios) + f"{faults:9.0f}"
         print(f"{name:20}{columns}  {sum(result.collectives.values()) / epoch:.3f} ({kinds} in {epoch} steps)")
 
 
@@ -263,6 +274,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100, help="of one turn")
     parser.add_argument("--launches", type=int, default=1, help="times to start all processes anew")
     parser.add_argument("--only", default="", help="such as hapi,raw or hapi/map; raw/map always runs")
+    parser.add_argument(
+        "--malloc", choices=("keep", "default"), default="keep", help="whether freed memory stays with the process"
+    )
     parser.add_argument("--env-dir", type=Path, default=ROOT / ".bench-envs")
     given = parser.parse_args()
     for option in ("rounds", "steps", "launches"):
@@ -273,6 +287,8 @@ def main() -> int:
         parser.error(f"--only: {', '.join(sorted(unknown))}; there are {', '.join(CONTENDERS)}")
     names = [n for n in CONTENDERS if not only or n == BASE or n in only or n.partition("/")[0] in only]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is cleaned up
+    if given.malloc == "keep":
+        os.environ.update(KEEP_MEMORY)  # for the ranks; this process has started without
     results = {name: Result() for name in names}
     pythons = interpreters(names, given.env_dir.absolute(), results)
     with tempfile.TemporaryDirectory() as folder:
@@ -280,8 +296,9 @@ def main() -> int:
         for _ in range(given.launches):
             compete(pythons, Path(folder) / "images.pt", results, rounds=given.rounds, steps=given.steps, epoch=epoch)
     print(
-        f"LeNet on {what}, {RANKS} ranks, {ROWS} rows each, Adam, one thread per rank, torch {torch.__version__}; "
-        f"medians of {given.launches} x {given.rounds} rounds of {given.steps} steps; CPU is that of all ranks"
+        f"LeNet on {what}, {RANKS} ranks, {ROWS} rows each, Adam, one thread per rank, torch {torch.__version__}\n"
+        f"medians of {given.launches} x {given.rounds} rounds of {given.steps} steps, malloc: {given.malloc}; "
+        "CPU and page faults are those of all ranks"
     )
     show(results, epoch)
     return 1 if results[BASE].failure else 0

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hapi import export, resolve
-from hapi.callbacks import Callback, History
+from hapi.callbacks import Callback, History, ModelCheckpoint
 from hapi.data.batch import Batch, Fields, Signature, Splitter
 from hapi.data.loader import Loader, leaves
 from hapi.data.sources import open_data, split_arrays
@@ -37,6 +37,7 @@ from hapi.engine.master import MasterWeights
 from hapi.engine.meters import Meters, RoutedMetric
 from hapi.engine.resume import CallbacksPart, FitPart, find, restore_rank
 from hapi.engine.rng import draw_seed
+from hapi.engine.signals import noting_signals
 from hapi.engine.state import Control, Logs, Progress, Run, Stateful
 from hapi.summary import summary
 
@@ -432,7 +433,8 @@ class Model:
             self._apply_resume(run, *saved)
         splitter = self._splitter(weight_field)
         feed = loop.Feed(loader, splitter.split, splitter.empty if joins else None)
-        with self._active(run, splitter, loader, eval_loader):
+        run.save_dir = next((c.save_dir or save_to for c in chain if isinstance(c, ModelCheckpoint)), None)
+        with self._active(run, splitter, loader, eval_loader), noting_signals(run.note):
             loop.fit_loop(run, feed, train_step, hooks, self._loss, evaluate if eval_loader is not None else None)
         return history
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hapi.data.batch import Batch
 from hapi.data.loader import Loader, Start, map_tree
-from hapi.distributed.collectives import all_gather_objects, all_reduce, barrier, broadcast, broadcast_object
+from hapi.distributed.collectives import all_gather_objects, all_reduce, barrier, broadcast_object
 from hapi.engine import checkpoint, rng
 from hapi.engine.hooks import Hooks, fire
 from hapi.engine.loss import Count, LossFunction
-from hapi.engine.state import Logs, Run
+from hapi.engine.signals import end_by_signal
+from hapi.engine.state import Logs, Request, Run
 from hapi.engine.step import EvalStep, PredictStep, TrainStep
 from hapi.errors import add_note
 
@@ -94,6 +97,7 @@ def fit_loop(
             _agree(run)
             _carry_out(run, hooks)
     except BaseException as exc:
+        _quietly(lambda: run.writer.take(wait=True), exc)
         _report(hooks, exc)
         _end_quietly(hooks, "on_train_end", exc)
         raise
@@ -101,6 +105,7 @@ def fit_loop(
         hooks.finish("on_train_end", logs)
         _agree(run)
         _carry_out(run, hooks)
+        _await_saves(run, hooks)
     finally:
         step.clear()
 
@@ -111,7 +116,8 @@ def _train_epoch(
     progress, control, meters, scheduler = run.progress, run.control, run.meters, run.scheduler
     by_step = scheduler is not None and run.config.scheduler_interval == "step"
     begin, end = hooks.of("on_train_batch_begin"), hooks.of("on_train_batch_end")
-    log_freqs = (run.config.log_freq, *hooks.log_freqs) if "on_train_batch_end" in hooks.listens else ()
+    log_freqs = (run.config.log_freq, *hooks.log_freqs)
+    reads, alone, note, writer = "on_train_batch_end" in hooks.listens, run.env.world == 1, run.note, run.writer
     micro, update, place = step.micro, step.update, run.place
     index = progress.batch_in_epoch
     left = feed.loader.left(Start(index, progress.row_in_epoch))
@@ -143,7 +149,8 @@ def _train_epoch(
         progress.samples += share.rows
         stepped = share.last and update()
         progress.global_step += stepped
-        if log_freqs and (index == total or _due(index, log_freqs)):
+        at_log_point = index == total or _due(index, log_freqs)
+        if at_log_point and reads:
             run.logs = {**meters.read(), "lr": float(rates["lr"])}
             read_at = index
         if end:
@@ -155,14 +162,18 @@ def _train_epoch(
         if stepped and by_step:
             rate = rates["lr"]  # the epoch's last batch was trained with it
             scheduler.step()
-        if read_at == index:
+        if at_log_point:
             _agree(run)
-        agreed = read_at == index or run.env.world == 1
+        agreed = at_log_point or alone
         if agreed and control.requests:
             run.pending += control.requests
             control.requests = []
         if run.pending and share.last:
             _carry_out(run, hooks)
+        if writer.busy:
+            _tell_saved(hooks, writer.take())
+        if note.number and share.last and (alone or run.ending):
+            _end_by_signal(run, hooks)
         if stepped and progress.global_step == last_step:
             control.request_stop("num_iters")
         if control.stop and (agreed or control.stop == "num_iters"):
@@ -401,13 +412,19 @@ def _agree(run: Run) -> None:
         return
     control, optimizer, group = run.control, run.optimizer, run.env.group
     rates = [float(part["lr"]) for part in optimizer.param_groups] if optimizer else []
-    note = torch.tensor([bool(control.stop or control.requests), *rates], dtype=torch.float64, device=run.meters.device)
-    told = broadcast(note, group=group).tolist()
-    if told[0]:
+    # One reduction: rank 0's decisions and rates (the others say nothing, -inf), and anybody's signal.
+    decided = (
+        [float(bool(control.stop or control.requests)), *rates] if run.env.rank == 0 else [-math.inf] * (1 + len(rates))
+    )
+    table = torch.tensor([float(run.note.number), *decided], dtype=torch.float64, device=run.meters.device)
+    signalled, flagged, *told = all_reduce(table, "max", group=group).tolist()
+    if signalled:
+        run.note.number, run.ending = int(signalled), True
+    if flagged:
         control.stop, requests = broadcast_object((control.stop, control.requests), group=group)
         control.requests = list(requests)
-    if optimizer and told[1:] != rates:
-        for part, rate in zip(optimizer.param_groups, told[1:], strict=True):
+    if optimizer and told != rates:
+        for part, rate in zip(optimizer.param_groups, told, strict=True):
             if isinstance(part["lr"], Tensor):
                 part["lr"].fill_(rate)
             else:
@@ -429,15 +446,46 @@ def _carry_out(run: Run, hooks: Hooks) -> None:
             if run.env.rank == 0:
                 state: dict[str, Any] = {name: part.state_dict() for name, part in run.parts.items()}
                 state["ranks"] = ranks
-                checkpoint.write(prefix, weights, state, step=run.progress.global_step)
-                for old in request.remove:
-                    checkpoint.remove(Path(old).absolute())
-            barrier(group=run.env.group)
-            hooks.call("on_save", str(prefix), {})
+                # Training goes on while this is written, so it must not share memory with what is trained.
+                write = _writing(prefix, map_tree(_host_copy, weights), map_tree(_host_copy, state), run, request)
+                _tell_saved(hooks, run.writer.submit(str(prefix), write))
         elif request.action == "keep":
             run.kept = map_tree(_host_copy, run.strategy.full_state(run.network))
         elif run.kept is not None:
             run.network.load_state_dict(run.kept)
+
+
+def _writing(
+    prefix: Path, weights: dict[str, Any], state: dict[str, Any], run: Run, request: Request
+) -> Callable[[], None]:
+    step, remove = run.progress.global_step, request.remove
+
+    def write() -> None:
+        checkpoint.write(prefix, weights, state, step=step)
+        for old in remove:
+            checkpoint.remove(Path(old).absolute())
+
+    return write
+
+
+def _tell_saved(hooks: Hooks, paths: Sequence[str]) -> None:
+    for path in paths:
+        hooks.call("on_save", path, {})
+
+
+def _await_saves(run: Run, hooks: Hooks) -> None:
+    """Every rank leaves once the last checkpoint is whole."""
+    _tell_saved(hooks, run.writer.take(wait=True))
+    barrier(group=run.env.group)
+
+
+def _end_by_signal(run: Run, hooks: Hooks) -> None:
+    """Write a checkpoint where the fit writes any, and leave."""
+    if run.save_dir is not None:
+        run.pending.append(Request("save", os.path.join(run.save_dir, f"step-{run.progress.global_step}")))
+        _carry_out(run, hooks)
+        _await_saves(run, hooks)
+    raise end_by_signal(run.note.number)
 
 
 def _host_copy(value: Any) -> Any:
@@ -452,7 +500,7 @@ def _end_quietly(hooks: Hooks, name: str, exc: BaseException) -> None:
     _quietly(lambda: hooks.finish(name, {}), exc)
 
 
-def _quietly(action: Callable[[], None], exc: BaseException) -> None:
+def _quietly(action: Callable[[], object], exc: BaseException) -> None:
     """Clean up after ``exc``: what fails on the way is noted on it, and does not hide it."""
     try:
         action()

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hapi.distributed.hang import Place
+from hapi.engine.signals import SignalNote
+from hapi.engine.writer import BackgroundWriter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,6 +132,10 @@ class Run:
         pending: Requests that all ranks know of, to be carried out at the end of an optimizer step.
         resume_rng: In a resumed run, until its epoch goes on: this rank's generators, now and when the epoch began.
         epoch_rng: This rank's generators when the epoch in progress began.
+        save_dir: Where a checkpoint goes when a signal ends the run; None where the fit saves nothing.
+        ending: On several ranks: whether all of them have heard of the signal.
+        note: The signal that asked for an end.
+        writer: Writes checkpoints in the background.
         place: Where the loop stands, for the hang report.
     """
 
@@ -149,4 +155,8 @@ class Run:
     pending: list[Request] = field(default_factory=list)
     resume_rng: dict[str, Any] | None = None
     epoch_rng: dict[str, Any] | None = None
+    save_dir: str | None = None
+    ending: bool = False
+    note: SignalNote = field(default_factory=SignalNote)
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     place: Place = field(default_factory=Place)
