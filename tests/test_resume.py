@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hapi
 from hapi.engine import checkpoint
@@ -56,6 +56,11 @@ class Noisy(Dataset[Any]):
         return self.x[index] + 0.1 * noise, self.y[index]
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return (Noisy()[index] for index in range(ROWS))
+
+
 class HostMetric:
     def __init__(self) -> None:
         self.reset()
@@ -79,6 +84,10 @@ def data_of(kind: str) -> Any:
         return blobs(ROWS)
     if kind == "noisy dataset":
         return Noisy()
+    if kind == "noisy DataLoader":
+        return DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=2)
+    if kind == "stream":
+        return Stream()
     if kind == "DataLoader":
         return DataLoader(TensorDataset(*blobs(ROWS)), batch_size=8, shuffle=True)
     return [tuple(part) for part in zip(*(t.split(8) for t in blobs(ROWS)), strict=True)]
@@ -134,6 +143,35 @@ def test_resuming_at_any_step_gives_the_same_bits(tmp_path: Path, kind: str, sto
     got, other = run(tmp_path, kind=kind)
     assert same_weights(expected, got)
     assert other == history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "workers"), [("noisy DataLoader", 0), ("stream", 2)])
+def test_workers_of_loaders_and_streams_resume_bit_for_bit(tmp_path: Path, kind: str, workers: int) -> None:
+    how: dict[str, Any] = {"kind": kind, "workers": workers, "scheduler": "constant"}  # a stream has no length
+    expected, history = run(None, **how)
+    for stop_at in (5, 12):
+        with pytest.raises(Interrupted):
+            run(tmp_path, stop_at=stop_at, **how)
+    got, other = run(tmp_path, **how)
+    assert same_weights(expected, got)
+    assert other == history
+
+
+def test_best_weights_that_are_kept_survive_a_crash(tmp_path: Path) -> None:
+    def best(folder: Path | None, stop_at: int | None = None) -> nn.Module:
+        net = mlp()
+        model = hapi.Model(net).prepare(torch.optim.SGD(net.parameters(), 5.0), "cross_entropy")
+        keeps = hapi.callbacks.EarlyStopping(patience=99, restore_best_weights=True, verbose=0, save_best_model=False)
+        callbacks: list[Any] = [keeps, *([InterruptAt(stop_at)] if stop_at else [])]
+        options: dict[str, Any] = {"save_dir": folder, "save_every_n_steps": 1, "resume": "auto"} if folder else {}
+        model.fit(blobs(ROWS), blobs(20), batch_size=8, epochs=6, verbose=0, seed=2, callbacks=callbacks, **options)
+        return net
+
+    expected = best(None)
+    with pytest.raises(Interrupted):
+        best(tmp_path, stop_at=37)
+    assert same_weights(expected, best(tmp_path))
 
 
 @pytest.mark.slow

@@ -189,11 +189,13 @@ class StreamLoader(Loader):
     Args:
         source: Iterated once per epoch.
         name: What to call it in messages.
+        seed: Where hapi made the DataLoader: of its workers' generators, which then depend on the epoch alone.
     """
 
-    def __init__(self, source: Iterable[Any], name: str) -> None:
+    def __init__(self, source: Iterable[Any], name: str, seed: int | None = None) -> None:
         self.source = source
         self.name = name
+        self.seed = seed
         self.one_shot = iter(source) is source if isinstance(source, Iterator) else False
         self.spent = False
         try:
@@ -210,6 +212,8 @@ class StreamLoader(Loader):
                 stacklevel=2,
             )
         self.spent = self.one_shot
+        if self.seed is not None and isinstance(self.source, _Unsized):
+            self.source.reseed(fold(self.seed, epoch, 1))
         for sampler in (getattr(self.source, "sampler", None), getattr(self.source, "batch_sampler", None)):
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
@@ -474,10 +478,10 @@ def stream_loader(
         num_workers=num_workers,
         collate_fn=collate,
         pin_memory=pin_memory,
-        persistent_workers=num_workers > 0,
-        generator=torch.Generator().manual_seed(fold(seed, 1)),
+        # Not kept over epochs: a worker's generators would then depend on the epochs that it has lived through.
+        generator=torch.Generator(),
     )
-    return StreamLoader(_Unsized(loader), type(dataset).__name__)
+    return StreamLoader(_Unsized(loader), type(dataset).__name__, seed)
 
 
 class _Unsized(Iterable[Any]):
@@ -485,6 +489,12 @@ class _Unsized(Iterable[Any]):
 
     def __init__(self, source: Iterable[Any]) -> None:
         self.source = source
+
+    def reseed(self, seed: int) -> None:
+        """Seed the generator that the workers' seeds are drawn from."""
+        generator = getattr(self.source, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.source)

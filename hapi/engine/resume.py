@@ -74,13 +74,14 @@ class FitPart:
         self.shape = shape
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed, the shape, the latest values, and why it stopped."""
+        """The seed, the shape, the latest values, why it stopped, and weights that a callback keeps."""
         run = self.run
         return {
             "seed": run.config.seed,
             "shape": self.shape,
             "logs": {name: plain(value, f"log value {name!r}") for name, value in run.logs.items()},
             "stop": run.control.stop,
+            "kept": run.kept,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,6 +98,7 @@ class FitPart:
                 + ", ".join(f"{name} ({then} then, {now} now)" for name, (then, now) in changed.items())
             )
         run.logs = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in state_dict["logs"].items()}
+        run.kept = state_dict["kept"]
         if state_dict["stop"] is not None:
             run.control.request_stop(state_dict["stop"])
 
