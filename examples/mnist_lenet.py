@@ -48,8 +48,8 @@ def main() -> None:
     try:
         train, test = (MNIST(mode=mode, data_dir=args.data_dir) for mode in ("train", "test"))
     except DatasetNotFoundError as error:
-        reason = str(error).splitlines()[0].rstrip(":")
-        print(f"MNIST cannot be had, so this run trains on scikit-learn's Digits: {reason}")
+        reason = " ".join(str(error).split()[:24])
+        print(f"MNIST cannot be had, so this run trains on scikit-learn's Digits ({reason} ...)")
         train, test = (Digits(mode=mode, size=28) for mode in ("train", "test"))
 
     network = LeNet()

@@ -82,7 +82,10 @@ class Model:
         self._signature = Signature.of(network)
         self._inputs = Fields.parse(inputs, "inputs")
         self._labels = Fields.parse(labels, "labels")
-        self._wanted_device = device
+        try:
+            self._wanted_device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError) as exc:
+            raise ValueError(f"Model: device={device!r} is none; for example 'cpu', 'cuda', 'cuda:1'") from exc
         self._env: Environment | None = None
         self._prepared = False
         self._progress = Progress()
@@ -323,6 +326,8 @@ class Model:
         check_int("save_freq", save_freq)
         if verbose > 3:
             raise ValueError(f"fit: verbose={verbose}; accepted: 0, 1, 2, 3")
+        if save_dir is not None and not isinstance(save_dir, (str, os.PathLike)):
+            raise TypeError(f"fit: save_dir={save_dir!r}; accepted: a folder's path")
         for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
             if not isinstance(flag, bool):
                 raise TypeError(f"fit: {name} must be True or False, not {flag!r}")
@@ -436,6 +441,10 @@ class Model:
         run.save_dir = next((c.save_dir or save_to for c in chain if isinstance(c, ModelCheckpoint)), None)
         with self._active(run, splitter, loader, eval_loader), noting_signals(run.note):
             loop.fit_loop(run, feed, train_step, hooks, self._loss, evaluate if eval_loader is not None else None)
+        if several:
+            # Callbacks ran on rank 0; what fit returns is for every rank's script.
+            told = broadcast_object((history.history, history.epochs, history.epoch), group=env.group)
+            history.history, history.epochs, history.epoch = told
         return history
 
     def _find_resume(self, resume: Any, save_dir: str | None) -> tuple[Path, dict[str, Any]] | None:
@@ -507,7 +516,10 @@ class Model:
                 "fit: sample_weight=array goes with arrays (x, y). For other data put the weights into the batches "
                 "and say where with prepare(sample_weight=...)"
             )
-        weights = weights if isinstance(weights, Tensor) else np.asarray(weights, dtype=np.float32)
+        try:
+            weights = weights if isinstance(weights, Tensor) else np.asarray(weights, dtype=np.float32)
+        except (ValueError, TypeError) as exc:
+            raise TypeError(f"fit: sample_weight is {type(weights).__name__}; accepted: a number per sample") from exc
         if weights.ndim != 1:
             raise ValueError(f"fit: sample_weight has the shape {list(weights.shape)}; accepted: [N]")
         if self._sample_weight is not None:
@@ -720,7 +732,7 @@ class Model:
             callback.set_model(self)
             callback.set_params(dict(params))
             callback.set_run(run)
-        guard = None if run.env.world == 1 else lambda hook: GuardedHook(hook, run.optimizer, run.place)
+        guard = None if run.env.world == 1 else lambda hook, alone: GuardedHook(hook, alone, run.optimizer, run.place)
         return Hooks(chain, Callback, run.env.rank, guard)
 
     # --------------------------------------------------------- one batch at a time

@@ -50,6 +50,14 @@ _LOSSES: dict[str, Callable[[], nn.Module]] = {
     "smooth_l1": nn.SmoothL1Loss,
 }
 
+_KERAS = {
+    "sparse_categorical_crossentropy": "cross_entropy",
+    "categorical_crossentropy": "cross_entropy",
+    "binary_crossentropy": "bce",
+    "mean_squared_error": "mse",
+    "mean_absolute_error": "mae",
+}
+
 RESERVED = frozenset({"loss", "lr", "step", "batch_size", "samples", "outputs", "epoch"})
 
 SchedulerFactory = Callable[[Optimizer, int | None], Any]
@@ -180,7 +188,9 @@ def as_loss(given: Any, weights: Any, class_weight: Any) -> LossFunction | None:
 def _one_loss(given: Any) -> Callable[..., Any]:
     if isinstance(given, str):
         if given not in _LOSSES:
-            raise ValueError(f"prepare: loss={given!r}; accepted names: {sorted(_LOSSES)}{suggest(given, _LOSSES)}")
+            known = _KERAS.get(given)
+            hint = f"; Keras's {given} is {known!r}" if known else suggest(given, _LOSSES)
+            raise ValueError(f"prepare: loss={given!r}; accepted names: {sorted(_LOSSES)}{hint}")
         return _LOSSES[given]()
     if given in (F.cross_entropy, F.nll_loss):  # the same arithmetic, with labels [N, 1] and exact weights
         return nn.CrossEntropyLoss() if given is F.cross_entropy else nn.NLLLoss()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +17,7 @@ from torch import nn
 
 import hapi
 from tests.helpers.nets import blobs, mlp
+from tests.helpers.ranks import run_ranks
 
 X, Y = blobs(40)
 
@@ -111,3 +117,71 @@ def test_loading_a_folder_lists_what_is_in_it(tmp_path: Any) -> None:
     model.save(tmp_path / "run" / "3")
     with pytest.raises(FileNotFoundError, match=r"has \['3.pt'\]"):
         model.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: prepared(class_weight={0: 1.0}).fit((X, Y), verbose=0), ValueError, "classes 0 to 0, but a label is"),
+        (lambda: prepared().fit((X, Y), sample_weight="x", verbose=0), TypeError, "fit: sample_weight is str"),
+        (lambda: prepared().fit((X, Y), save_dir=3, verbose=0), TypeError, "fit: save_dir=3"),
+        (lambda: prepared().fit((X.numpy(), np.array(["a"] * 40)), verbose=0), TypeError, "fit: train_data: an array"),
+        (lambda: prepared("sparse_categorical_crossentropy"), ValueError, "Keras's .* is 'cross_entropy'"),
+        (lambda: hapi.Model(mlp(), device="gpu"), ValueError, "Model: device='gpu'"),
+    ],
+)
+def test_messages_name_the_argument(call: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_hints_at_the_dtype() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        prepared().fit((torch.ones(40, 8, dtype=torch.int64), Y), verbose=0)
+    assert "The input is int64; most networks want float32: use .float()" in text_of(caught.value)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        prepared().fit((X, Y.float()), verbose=0)
+    assert "Class labels are integers: use .long()" in text_of(caught.value)
+
+
+UNGUARDED = """
+import hapi
+def work():
+    return 1
+hapi.distributed.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_spawn_without_the_main_guard_says_so_in_one_sentence(tmp_path: Any) -> None:
+    (tmp_path / "train.py").write_text(UNGUARDED)
+    root = str(Path(hapi.__file__).parent.parent)
+    result = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert result.returncode == 1
+    assert 'put the call under `if __name__ == "__main__":`' in result.stderr
+    assert "freeze_support" not in result.stderr
+
+
+def history_everywhere() -> Any:
+    model = prepared(metrics="acc")
+
+    class Adds(hapi.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["mine"] = 1.0
+
+    history = model.fit((X, Y), (X, Y), batch_size=8, epochs=2, verbose=0, callbacks=[Adds()])
+    return history.history
+
+
+@pytest.mark.ranks
+def test_fit_returns_the_history_on_every_rank() -> None:
+    first, second = run_ranks(history_everywhere, 2)
+    assert first == second
+    assert set(first) == {"loss", "acc", "lr", "eval_loss", "eval_acc", "mine"}

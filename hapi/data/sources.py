@@ -78,7 +78,10 @@ def open_data(
         return made
 
     if is_arrays(data):
-        tensors = map_tree(lambda leaf: to_tensor(leaf, float_dtype), data)
+        try:
+            tensors = map_tree(lambda leaf: to_tensor(leaf, float_dtype), data)
+        except TypeError as exc:
+            raise TypeError(f"{what}: {exc}; it is {describe(data)}") from exc
         rows = tree_rows(data, what)
         return GatherLoader(arrays_gather(tensors), plan(rows), shuffle=shuffle, seed=seed)
     if isinstance(data, (tuple, Mapping)):

@@ -95,17 +95,18 @@ class HangWatch:
 
     def _report(self, seconds: float) -> None:
         reports = self._exchange(seconds)
-        lines = [f"hapi: no rank came on for {self.timeout:g} s; this is where they are:"]
-        for rank in range(self.world):
-            report = reports.get(rank)
-            if report is None:
-                lines.append(f"  rank {rank}: no sign of life (stopped, or in code that holds the interpreter)")
-            else:
-                who = f"rank {rank} on {report['host']} (pid {report['pid']})"
-                lines.append(f"  {who}: {report['where']}, {report['seconds']:.0f} s")
+        lines = []
         for rank, report in sorted(reports.items()):
             lines += [f"--- stacks of rank {rank}", report["stacks"].rstrip()]
-        lines.append("The timeout is HAPI_TIMEOUT (seconds), or init_parallel_env(timeout=...).")
+        # The table last: it is what one reads first, and what a launcher repeats.
+        lines.append(f"hapi: no rank made progress for {self.timeout:g} s (HAPI_TIMEOUT); this is where they are:")
+        for rank in range(self.world):
+            known = reports.get(rank)
+            if known is None:
+                lines.append(f"  rank {rank}: no sign of life (stopped, or in code that holds the interpreter)")
+            else:
+                who = f"rank {rank} on {known['host']} (pid {known['pid']})"
+                lines.append(f"  {who}: {known['where']}, {known['seconds']:.0f} s")
         sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()
         sys.stdout.flush()

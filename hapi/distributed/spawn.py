@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import importlib
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -248,6 +249,11 @@ def _start(
     options: Mapping[str, Any],
     show: bool,
 ) -> SpawnContext:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A child that imports the script runs it to here; torch would answer with a page on freeze_support.
+        sys.stderr.write('hapi: spawn is called at import; put the call under `if __name__ == "__main__":`\n')
+        sys.stderr.flush()
+        os._exit(1)
     options = _checked(options)
     if "selected_devices" in options:
         if gpus is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
@@ -31,32 +32,34 @@ class NoCollectives(TorchDispatchMode):
 
 
 class GuardedHook:
-    """A hook of a callback that only rank 0 calls.
+    """A hook of a callback, on several ranks.
 
     Args:
         hook: The bound method.
+        alone: Whether only rank 0 calls it, so that it must not start a collective or change the rate by itself.
         optimizer: Whose learning rates must not change where ranks do not agree on them; None for no check.
         place: Where the loop stands: in this callback, while it runs.
     """
 
-    def __init__(self, hook: Callable[..., None], optimizer: Optimizer | None, place: Place) -> None:
+    def __init__(self, hook: Callable[..., None], alone: bool, optimizer: Optimizer | None, place: Place) -> None:
         self.hook = hook
         self.__self__ = getattr(hook, "__self__", None)
         self.__name__ = getattr(hook, "__name__", "hook")
-        self.optimizer = optimizer if "train_batch" in self.__name__ else None
+        self.optimizer = optimizer if alone and "train_batch" in self.__name__ else None
         self.place = place
-        self.mode = NoCollectives(f"{type(self.__self__).__name__}.{self.__name__}")
+        self.who = f"{type(self.__self__).__name__}.{self.__name__}"
+        self.mode = NoCollectives(self.who) if alone else nullcontext()
 
     def __call__(self, *args: Any) -> None:
         before, place = self._rates(), self.place
-        came_from, place.now = place.now, ("in callback", self.mode.who)
+        came_from, place.now = place.now, ("in callback", self.who)
         with self.mode:
             self.hook(*args)
         place.now = came_from
         # At a log point ("lr" is in the logs) rank 0's rates are passed on right after the hooks.
         if before != self._rates() and "lr" not in args[-1]:
             raise RuntimeError(
-                f"{self.mode.who} changed the learning rate from {before} to {self._rates()} on rank 0 only, between "
+                f"{self.who} changed the learning rate from {before} to {self._rates()} on rank 0 only, between "
                 "log points, where ranks do not talk. Give the callback all_ranks = True, so that every rank does the "
                 "same, or log_freq = 1 and do it in on_train_batch_end, so that rank 0's choice reaches all at once"
             )

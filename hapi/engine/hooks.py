@@ -40,7 +40,7 @@ class Hooks:
         callbacks: In the order in which they are called.
         base: The class whose methods count as not overridden.
         rank: Of this process; other ranks than 0 call only callbacks with ``all_ranks``.
-        guard: On several ranks: what to put around the hooks that only rank 0 calls.
+        guard: On several ranks: what to put around a hook, given whether only rank 0 calls it.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Hooks:
         callbacks: Sequence[Any],
         base: type,
         rank: int = 0,
-        guard: Callable[[Hook], Hook] | None = None,
+        guard: Callable[[Hook, bool], Hook] | None = None,
     ) -> None:
         self.callbacks = tuple(callbacks)
         here = [c for c in callbacks if rank == 0 or c.all_ranks]
         self._table = {name: tuple(_overridden(here, base, name)) for name in HOOKS}
         if guard is not None:
             for name, hooks in self._table.items():
-                self._table[name] = tuple(hook if _on_all_ranks(hook) else guard(hook) for hook in hooks)
+                self._table[name] = tuple(guard(hook, not _on_all_ranks(hook)) for hook in hooks)
         # The same on every rank, since what it decides (reading the meters) is a collective.
         self.listens = {name for name in HOOKS if any(True for _ in _overridden(callbacks, base, name))}
         wishes = [c.log_freq for c in callbacks if isinstance(getattr(c, "log_freq", None), int)]

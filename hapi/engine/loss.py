@@ -217,11 +217,16 @@ class Term:
 
     def explain(self, exc: Exception, outputs: Any, labels: Any, named: Any) -> None:
         """Say which loss failed, and on what."""
+        targets = labels if isinstance(labels, tuple) else ()
+        hint = ""
+        if self.classifies and any(t.dtype not in _INDEX_TYPES for t in targets):
+            hint = ". Class labels are integers: use .long() on them"
         add_note(
             exc,
             f"while computing the loss {self._label()} of outputs {describe(outputs)} "
             f"and labels {describe(named or labels)}"
-            + ("" if labels or named else ": the batch has no labels left for it; give both together, as fit((x, y))"),
+            + ("" if labels or named else ": the batch has no labels left for it; give both together, as fit((x, y))")
+            + hint,
         )
 
     def _per_row(self, value: Tensor, rows: int) -> Tensor:
@@ -274,7 +279,13 @@ class LossFunction:
                 f"class_weight needs one integer label per sample; the label is {found}. "
                 "For other shapes use CrossEntropyLoss(weight=...)"
             )
-        by_class = self.class_weight[target.reshape(-1).long()]
+        try:
+            by_class = self.class_weight[target.reshape(-1).long()]
+        except IndexError:
+            raise ValueError(
+                f"class_weight has weights for the classes 0 to {len(self.class_weight) - 1}, but a label is "
+                f"{int(target.max())}; give one for every class"
+            ) from None
         return by_class if batch.weight is None else by_class * batch.weight.reshape(-1)
 
     def counted(self, batch: Batch) -> bool:

@@ -275,8 +275,10 @@ def _explain_forward(exc: Exception, module: nn.Module, batch: Batch) -> None:
     inner = getattr(inner, "module", inner) if isinstance(inner, nn.parallel.DistributedDataParallel) else inner
     given = [describe(value) for value in batch.args] + [f"{k}={describe(v)}" for k, v in batch.kwargs.items()]
     hint = ""
-    if any(value.dtype == torch.float64 for value in [*batch.args, *batch.kwargs.values()]):
-        hint = ". The input is float64; networks are float32 by default: use .float() on it"
+    kinds = {value.dtype for value in [*batch.args, *batch.kwargs.values()]} & {torch.float64, torch.int64, torch.int32}
+    if kinds:
+        kind = str(next(iter(kinds))).removeprefix("torch.")
+        hint = f". The input is {kind}; most networks want float32: use .float() on it"
     add_note(exc, f"while running {type(inner).__name__}.forward({', '.join(given)}){hint}")
 
 

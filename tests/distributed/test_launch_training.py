@@ -135,6 +135,9 @@ def test_a_hang_is_reported_with_places_and_stacks(box: Sandbox) -> None:
     assert re.search(r"rank 1 on \S+ \(pid \d+\): reading batch 5, \d+ s", report), report
     assert "--- stacks of rank 1" in report
     assert "time.sleep(1000)" in report
+    assert "no rank made progress for 3 s" in "\n".join(ended.err.splitlines()[-12:]), (
+        "the table is what one reads last"
+    )
 
 
 def test_a_bad_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
