@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench soak format clean
 
 demo: $(STAMP)  ## install, and train examples/mnist_lenet.py
 	$(BIN)/python examples/mnist_lenet.py --epochs 1
@@ -19,6 +19,9 @@ check: $(STAMP)  ## lint, format and types
 
 bench: $(STAMP)  ## short form of the benchmarks
 	$(BIN)/python benchmarks/overhead.py
+
+soak: $(STAMP)  ## kill runs at random moments, many times: minutes to an hour
+	$(BIN)/python benchmarks/resume_soak.py --kills 20
 
 format: $(STAMP)  ## write what `check` wants of the format
 	$(BIN)/ruff check --fix .
