@@ -140,6 +140,20 @@ def test_a_plain_state_dict_under_any_name(tmp_path: Path) -> None:
     assert same_weights(net, model.network)
 
 
+def test_a_malicious_manifest_is_refused_and_not_executed(tmp_path: Path) -> None:
+    trained().save(tmp_path / "a")
+    marker = tmp_path / "executed"
+
+    class Marker:
+        def __reduce__(self) -> Any:
+            return Path.touch, (marker,)
+
+    (tmp_path / "a.json").write_bytes(pickle.dumps(Marker()))
+    with pytest.raises(CheckpointError, match=r"a.json is damaged: not a manifest of hapi"):
+        hapi.Model(mlp()).prepare("adam", "cross_entropy").load(tmp_path / "a")
+    assert not marker.exists()
+
+
 @pytest.mark.parametrize("file", ["a.pt", "a.state.pt"])
 @pytest.mark.parametrize("kind", ["torch", "pickle"])
 def test_a_malicious_file_is_refused_and_not_executed(tmp_path: Path, file: str, kind: str) -> None:
@@ -324,7 +338,9 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     for epoch in range(3):
         model.fit((X, Y), batch_size=20, verbose=0)
         model.save(tmp_path / f"e{epoch}")
+    (tmp_path / "config.json").write_text("{}")  # somebody's own
     (tmp_path / "notes.json").write_text("{}")
+    (tmp_path / "notes.pt").write_bytes(b"")
     (tmp_path / "weights.pt").write_bytes((tmp_path / "e0.pt").read_bytes())
     found = [path.name for path in checkpoint.newest_first(tmp_path)]
     assert found == ["notes", "e2", "e1", "e0"]

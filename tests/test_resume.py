@@ -271,14 +271,32 @@ def test_a_seed_that_nobody_chose_is_kept(tmp_path: Path) -> None:
         run(tmp_path, seed=77)
 
 
-def test_auto_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".pt", ".state.pt", ".json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing", "foreign"])
+def test_auto_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path: Path, suffix: str, damage: str) -> None:
     expected, history = run(None)
     with pytest.raises(Interrupted):
         run(tmp_path, stop_at=9)
     newest, second = checkpoint.newest_first(tmp_path)[:2]
-    (tmp_path / f"{newest.name}.state.pt").write_bytes(b"")
-    with pytest.warns(UserWarning, match=f"resuming from .*{second.name}, since .*{newest.name}.state.pt is damaged"):
-        got, other = run(tmp_path)
+    path = tmp_path / f"{newest.name}{suffix}"
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    contents = {
+        "truncated": whole[:middle],
+        "flipped": whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :],
+        "empty": b"",
+        "foreign": b"epoch,loss",
+    }
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(contents[damage])
+    if (suffix, damage) == (".json", "missing"):
+        got, other = run(tmp_path)  # without its manifest there is no checkpoint, so nothing to warn of
+    else:
+        message = rf"resuming from .*{second.name}, since .*{newest.name}{suffix} is damaged"
+        with pytest.warns(UserWarning, match=message):
+            got, other = run(tmp_path)
     assert same_weights(expected, got)
     assert other == history
 

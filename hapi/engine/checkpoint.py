@@ -229,8 +229,9 @@ def newest_first(folder: Path) -> list[Path]:
         try:
             manifest = _manifest(prefix)
         except CheckpointError:
-            # Keep it in the list, at its age: whoever looks for the newest should hear that it is damaged.
-            found.append((1 << 62, path.stat().st_mtime, prefix))
+            # Somebody's own JSON, or a damaged manifest? The second is kept: whoever looks should hear of it.
+            if _weights_file(prefix).exists() or _state_file(prefix).exists():
+                found.append((1 << 62, path.stat().st_mtime, prefix))
             continue
         if manifest is not None and f"{prefix.name}.state.pt" in manifest["files"]:
             found.append((manifest["step"], path.stat().st_mtime, prefix))
