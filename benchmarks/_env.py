@@ -49,8 +49,8 @@ def python_of(folder: Path, name: str, requirements: Sequence[str]) -> Path:
             pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             done = subprocess.run([*pip, "-c", str(CONSTRAINTS), *packages], capture_output=True, text=True)
             if done.returncode:
-                reason = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-                raise EnvError(f"pip install {' '.join(packages)}: {' '.join(reason) or done.returncode}")
+                reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+                raise EnvError(f"pip install {' '.join(packages)}: {reasons[0] if reasons else done.returncode}")
     except (OSError, subprocess.CalledProcessError) as exc:
         raise EnvError(f"{home}: {exc}") from exc
     mark.write_text(json.dumps(wanted))

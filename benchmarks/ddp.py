@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -123,7 +124,7 @@ class Contender:
             except ConnectionError:
                 line = ""
             if not line:
-                raise ContenderError(f"rank {rank} ended: {self._last_words(rank)}")
+                raise ContenderError(self._obituary(rank))
             answers.append(json.loads(line))
         return answers
 
@@ -131,11 +132,11 @@ class Contender:
         """Let it train."""
         order = json.dumps({"steps": steps, "count": count}).encode() + b"\n"
         start = time.perf_counter()
-        try:
-            for channel in self.channels:
+        for rank, channel in enumerate(self.channels):
+            try:
                 channel.sendall(order)
-        except OSError as exc:
-            raise ContenderError(f"a rank has ended: {exc}") from exc
+            except OSError:
+                raise ContenderError(self._obituary(rank)) from None
         answers = self.wait(TURN_SECONDS)
         wall = time.perf_counter() - start
         cpu, faults = (sum(answer[key] for answer in answers) / steps for key in ("cpu", "faults"))
@@ -153,9 +154,13 @@ class Contender:
                 process.wait()
         del self.store
 
-    def _last_words(self, rank: int) -> str:
+    def _obituary(self, rank: int) -> str:
+        try:
+            code = str(self.processes[rank].wait(END_SECONDS))
+        except subprocess.TimeoutExpired:
+            code = "none yet"
         log = (self.folder / f"rank{rank}.log").read_text(errors="replace").splitlines()
-        return next((line for line in reversed(log) if line.strip()), "it printed nothing")
+        return f"rank {rank} ended, exit code {code}: {next((line for line in reversed(log) if line.strip()), '')}"
 
 
 def _rank_variables(rank: int, port: int) -> dict[str, str]:
@@ -191,13 +196,14 @@ def write_images(path: Path) -> tuple[str, int]:
 def interpreters(names: Sequence[str], env_dir: Path, results: dict[str, Result]) -> dict[str, Path]:
     """The interpreter of each contender; one that cannot be had is noted as a failure."""
     found = {}
-    for name in names:
-        framework = name.partition("/")[0]
-        wanted = REQUIREMENTS.get(framework)
+    for framework, group in itertools.groupby(names, lambda name: name.partition("/")[0]):
+        wanted, members = REQUIREMENTS.get(framework), list(group)
         try:
-            found[name] = python_of(env_dir, framework, [wanted]) if wanted else Path(sys.executable)
+            python = python_of(env_dir, framework, [wanted]) if wanted else Path(sys.executable)
+            found.update(dict.fromkeys(members, python))
         except EnvError as exc:
-            results[name].failure = f"not installed: {exc}"
+            for name in members:
+                results[name].failure = f"not installed: {exc}"
     return found
 
 
@@ -207,7 +213,7 @@ def started(pythons: dict[str, Path], images: Path, folder: Path, results: dict[
     contenders: dict[str, Contender] = {}
     try:
         for name, python in pythons.items():
-            if results[name].failure:
+            if results[name].failure:  # in an earlier launch
                 continue
             # One after the other: together they would only wait for the same cores.
             contenders[name] = Contender(name, python, images, folder / name.replace("/", "-"))
