@@ -751,7 +751,7 @@ class Model:
         self._need("train_batch", training=True)
         assert self._optimizer is not None and self._loss is not None
         self.mode = "train"
-        self.network.train(True) if not self.network.training else None
+        loop.enter_training(self.network)
         run = self._new_run(self._config, self._module)
         if self._by_hand is None:
             self._by_hand = step.build_train_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def test_evaluate_with_num_iters_does_not_cripple_the_next_fit() -> None:
     assert model._progress.global_step == 8
 
 
-def test_an_evaluation_in_the_middle_of_an_epoch_disturbs_nothing() -> None:
+def test_an_evaluation_in_the_middle_of_an_epoch_disturbsnullcontext() -> None:
     class Evaluates(Callback):
         def on_train_batch_end(self, step: int, logs: Any = None) -> None:
             self.model.evaluate((X[:7], Y[:7]), batch_size=7, verbose=0)
@@ -197,14 +198,8 @@ def test_schedulers_by_name_span_the_fit_and_start_anew(name: str) -> None:
     if name in ("cosine", "linear", "polynomial"):
         assert rates[0][0] == 0.1
         assert rates[0][-1] < 0.02
-    with pytest.raises(ValueError, match="needs to know the number of steps") if name != "constant" else _nothing():
+    with pytest.raises(ValueError, match="needs to know the number of steps") if name != "constant" else nullcontext():
         model.fit(iter([(X, Y)]), verbose=0)
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: Any) -> None: ...
 
 
 def test_reduce_on_plateau_looks_at_the_evaluation() -> None:

@@ -416,7 +416,6 @@ class ShardedStream(IterableDataset[Any]):
         self.world = world
 
     def __iter__(self) -> Iterator[Any]:
-        position = 0
         shard, shards = self._shard()
         stream = self._named(shards)
         if shards == 1:

@@ -27,7 +27,7 @@ from hapi.engine.state import Logs, Request, Run
 from hapi.engine.step import EvalStep, PredictStep, TrainStep
 from hapi.errors import add_note
 
-__all__ = ["Feed", "as_arrays", "evaluate_loop", "evaluating", "fit_loop", "guarded", "predict_loop"]
+__all__ = ["Feed", "as_arrays", "enter_training", "evaluate_loop", "evaluating", "fit_loop", "guarded", "predict_loop"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def fit_loop(
             if control.stop or (config.epochs is not None and epoch >= config.epochs):
                 break
             step.clear()
-            _enter_training(run.network)
+            enter_training(run.network)
             hooks.call("on_epoch_begin", epoch, {})
             _agree(run)
             _train_epoch(run, feed, step, hooks, loss, last_step)
@@ -519,7 +519,7 @@ def guarded(hooks: Hooks, end: str) -> Iterator[None]:
         raise
 
 
-def _enter_training(network: nn.Module) -> None:
+def enter_training(network: nn.Module) -> None:
     """Training mode, without touching sub-modules that the user froze with ``eval()`` in a network that trains."""
     if not network.training:
         network.train()
