@@ -402,6 +402,10 @@ class Model:
         )
         assert self._optimizer is not None and self._loss is not None
         several = env.world > 1
+
+        def inspect() -> None:
+            hooks.call("on_before_optimizer_step", run.progress.batch_in_epoch - 1, {})
+
         train_step = step.build_train_step(
             self._module,
             self._optimizer,
@@ -413,6 +417,7 @@ class Model:
             scaler=self._scaler,
             masters=self._masters,
             no_sync=run.strategy.no_sync if several else None,
+            inspect=inspect if "on_before_optimizer_step" in hooks.listens else None,
         )
         eval_step = step.build_eval_step(self._eval_module, self._loss, run.meters, config.precision, self._device)
 
@@ -437,6 +442,7 @@ class Model:
         if saved is not None:
             self._apply_resume(run, *saved)
         splitter = self._splitter(weight_field)
+        run.example = lambda: splitter.example
         feed = loop.Feed(loader, splitter.split, splitter.empty if joins else None)
         run.save_dir = next((c.save_dir or save_to for c in chain if isinstance(c, ModelCheckpoint)), None)
         with self._active(run, splitter, loader, eval_loader), noting_signals(run.note):
@@ -725,6 +731,7 @@ class Model:
             meters=self._meters,
             parts=self._parts(),
             place=place(),
+            gradients=self._gradients,
         )
 
     def _hooks(self, chain: list[Callback], run: Run, params: dict[str, Any]) -> Hooks:
@@ -826,6 +833,14 @@ class Model:
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self.network.named_parameters(remove_duplicate=False)}
+
+    def _gradients(self) -> list[tuple[str, Tensor]]:
+        assert self._optimizer is not None
+        names = self._names()
+        if self._masters is not None:
+            names |= self._masters.names(names)
+        stepped = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [(names[p], p.grad) for p in stepped if p in names and p.grad is not None]
 
     def _parts(self) -> dict[str, Stateful]:
         """What a checkpoint holds besides the weights."""

@@ -82,6 +82,12 @@ class Callback:
     def on_train_batch_end(self, step: int, logs: Logs | None = None) -> None:
         """After a training batch. The learning rate is still the one of this batch."""
 
+    def on_before_optimizer_step(self, step: int, logs: Logs | None = None) -> None:
+        """Before an optimizer step: gradients are complete (over micro-batches and ranks), unscaled, not yet clipped.
+
+        ``self.run.gradients()`` gives them by name. ``step`` is that of the batch, from 0.
+        """
+
     def on_eval_begin(self, logs: Logs | None = None) -> None:
         """Before an evaluation; logs: ``{"steps", "metrics"}`` (steps is None where unknown)."""
 

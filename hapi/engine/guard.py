@@ -13,6 +13,8 @@ from hapi.distributed.hang import Place
 
 __all__ = ["GuardedHook", "NoCollectives"]
 
+_BETWEEN_LOG_POINTS = ("on_train_batch_begin", "on_train_batch_end", "on_before_optimizer_step")
+
 
 class NoCollectives(TorchDispatchMode):
     """While it is active, torch's collectives raise instead of waiting for ranks that will never come."""
@@ -45,7 +47,7 @@ class GuardedHook:
         self.hook = hook
         self.__self__ = getattr(hook, "__self__", None)
         self.__name__ = getattr(hook, "__name__", "hook")
-        self.optimizer = optimizer if alone and "train_batch" in self.__name__ else None
+        self.optimizer = optimizer if alone and self.__name__ in _BETWEEN_LOG_POINTS else None
         self.place = place
         self.who = f"{type(self.__self__).__name__}.{self.__name__}"
         self.mode = NoCollectives(self.who) if alone else nullcontext()

@@ -16,6 +16,7 @@ HOOKS = (
     "on_epoch_end",
     "on_train_batch_begin",
     "on_train_batch_end",
+    "on_before_optimizer_step",
     "on_eval_begin",
     "on_eval_end",
     "on_eval_batch_begin",

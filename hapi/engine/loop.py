@@ -312,7 +312,9 @@ def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters:
             if raw is not None:
                 batch = feed.split(raw)
                 rows = batch.rows if rows is None else rows
-                step(batch)
+                outputs, _ = step(batch)
+                if end:
+                    run.evaluated = batch, outputs
             if not log_freqs:
                 continue
             logs: Logs = {"step": index, "batch_size": rows}
@@ -322,6 +324,7 @@ def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters:
                 logs.update(meters.read())
             if end:
                 fire(end, index - 1, logs)
+        run.evaluated = None
         place.now = ("reducing the evaluation",)
         logs = meters.read()
         logs["samples"] = meters.total_rows

@@ -27,7 +27,7 @@ from hapi.metrics.adapters import ReferenceMetric
 from hapi.metrics.base import Metric, cat_rows
 from hapi.metrics.torch_metric import TorchMetric
 
-__all__ = ["Meters", "RoutedMetric"]
+__all__ = ["Meters", "RoutedMetric", "Window"]
 
 
 class RoutedMetric:
@@ -89,6 +89,8 @@ class Meters:
         self._stash: list[list[tuple[Tensor, ...]]] = [[] for _ in metrics]
         self._torch = [m for m in self._native if isinstance(m, TorchMetric)]
         self._warned: set[str] = set()
+        self.latest: dict[str, Tensor] = {}
+        self.values: Logs = {}
         self._place()
         self.reset()
 
@@ -194,9 +196,7 @@ class Meters:
         head = host["sum"]
         logs = self._loss_logs(head) if self.loss else {}
         self.total_rows = int(head[2 * self.terms])
-        views: dict[Metric, dict[str, Any]] = {metric: {} for metric in self._native}
-        for metric, name, op, start in self._slots:
-            views[metric][name] = self._view(host[op], metric, name, start)
+        views = self._views(host)
         for index, routed in enumerate(self.metrics):
             counter = routed.metric
             try:
@@ -208,7 +208,39 @@ class Meters:
                 add_note(exc, f"while computing the metric {routed.names[0]!r} ({type(counter).__name__})")
                 raise
             logs.update(self._named(routed, result))
+        self.latest, self.values = host, logs
         return logs
+
+    def window(self) -> Window:
+        """A reader of values since its last reading."""
+        return Window(self)
+
+    def difference(self, before: Tensor | None) -> Logs:
+        """The values of what came between the sums ``before`` (None: the start of the phase) and the latest reading.
+
+        A metric that is not made of sums has its value since the start of the phase.
+        """
+        now = self.latest["sum"]
+        sums = now if before is None else now - before
+        if before is not None:
+            for metric, name, op, start in self._slots:
+                if op == "sum" and metric.specs[name].start is not None:
+                    self._view(sums, metric, name, start).add_(metric.specs[name].initial())
+        logs = self._loss_logs(sums) if self.loss else {}
+        views = self._views({**self.latest, "sum": sums})
+        for routed in self.metrics:
+            counter = routed.metric
+            if isinstance(counter, Metric) and all(spec.reduce == "sum" for spec in counter.specs.values()):
+                logs.update(self._named(routed, counter.compute(views[counter]), warn=False))
+            else:
+                logs.update({name: self.values[name] for name in routed.names})
+        return logs
+
+    def _views(self, host: dict[str, Tensor]) -> dict[Metric, dict[str, Any]]:
+        views: dict[Metric, dict[str, Any]] = {metric: {} for metric in self._native}
+        for metric, name, op, start in self._slots:
+            views[metric][name] = self._view(host[op], metric, name, start)
+        return views
 
     def _reduced(self) -> dict[str, Tensor]:
         """The buffers, reduced over ranks, on the host."""
@@ -262,7 +294,7 @@ class Meters:
                     metric.consume(states)
         return metric.accumulate()
 
-    def _named(self, routed: RoutedMetric, result: Any) -> Logs:
+    def _named(self, routed: RoutedMetric, result: Any, *, warn: bool = True) -> Logs:
         names = routed.names
         if len(names) == 1 and not (isinstance(result, (list, tuple)) and len(result) == 1):
             values: Sequence[Any] = [result]
@@ -273,7 +305,7 @@ class Meters:
                 f"metric {type(routed.metric).__name__} has {len(names)} names {names}, but gave {len(values)} values"
             )
         logs = {name: _number(value) for name, value in zip(names, values, strict=True)}
-        for name, value in logs.items():
+        for name, value in logs.items() if warn else ():
             if isinstance(value, float) and math.isnan(value) and name not in self._warned and self.rows:
                 self._warned.add(name)
                 warnings.warn(f"metric {name!r} is NaN", RuntimeWarning, stacklevel=2)
@@ -375,6 +407,35 @@ class Meters:
         self._stash = saved["stash"]
         self.rows = saved["rows"]
         self._counts = saved["counts"]
+
+
+class Window:
+    """Values since they were last asked for: what a curve shows, where logs hold the mean since the epoch began.
+
+    It works on the sums that the last :meth:`Meters.read` brought to the host, so it costs no collective and no wait.
+    """
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+        self._before: Tensor | None = None
+
+    def reset(self) -> None:
+        """Begin at the start of a phase."""
+        self._before = None
+
+    def read(self) -> Logs:
+        """The values of what came since the last call, up to the last :meth:`Meters.read`."""
+        logs = self._meters.difference(self._before)
+        self._before = self._meters.latest["sum"]
+        return logs
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums at the last call."""
+        return {"before": None if self._before is None else self._before.clone()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self._before = state_dict["before"]
 
 
 def _unshared(metric: Metric) -> list[str]:

@@ -11,7 +11,7 @@ Run         model.py builds it; the loop fills ``logs``   the loop, ``callback.r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,13 +20,14 @@ from hapi.engine.signals import SignalNote
 from hapi.engine.writer import BackgroundWriter
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from hapi.data.batch import Batch
     from hapi.distributed.environment import Environment
     from hapi.distributed.strategy import Strategy
     from hapi.engine.config import FitConfig
-    from hapi.engine.meters import Meters
+    from hapi.engine.meters import Meters, Window
 
 __all__ = ["Control", "Logs", "Progress", "Request", "Run", "Stateful"]
 
@@ -137,6 +138,9 @@ class Run:
         note: The signal that asked for an end.
         writer: Writes checkpoints in the background.
         place: Where the loop stands, for the hang report.
+        gradients: The gradients of what the optimizer steps, by the network's names of the parameters.
+        example: The first batch of the phase; None before it came.
+        evaluated: In ``on_eval_batch_end``: this rank's batch and the network's outputs.
     """
 
     network: nn.Module
@@ -160,3 +164,10 @@ class Run:
     note: SignalNote = field(default_factory=SignalNote)
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     place: Place = field(default_factory=Place)
+    gradients: Callable[[], list[tuple[str, Tensor]]] = list
+    example: Callable[[], Batch | None] = lambda: None
+    evaluated: tuple[Batch, Any] | None = None
+
+    def window(self) -> Window:
+        """A reader of the values since its last reading; see :class:`hapi.engine.meters.Window`."""
+        return self.meters.window()

@@ -65,6 +65,7 @@ def build_train_step(
     scaler: torch.amp.GradScaler | None = None,
     masters: MasterWeights | None = None,
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+    inspect: Callable[[], None] | None = None,
 ) -> TrainStep:
     """Build the training step.
 
@@ -79,6 +80,7 @@ def build_train_step(
         scaler: For fp16.
         masters: For level O2.
         no_sync: The strategy's, where there is one.
+        inspect: Called before each optimizer step, with unscaled gradients; the same on every rank.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     every_parameter = list({id(p): p for p in [*parameters, *module.parameters()]}.values())
@@ -162,7 +164,7 @@ def build_train_step(
         for parameter in every_parameter:
             parameter.grad = None
 
-    update = _build_update(optimizer, parameters, every_parameter, config, scaler)
+    update = _build_update(optimizer, parameters, every_parameter, config, scaler, inspect)
     if masters is not None:
         update = _through_masters(update, masters)
     return TrainStep(micro if no_sync is None else micro_without_exchange, update, clear, join)
@@ -174,16 +176,19 @@ def _build_update(
     every_parameter: list[nn.Parameter],
     config: FitConfig,
     scaler: torch.amp.GradScaler | None,
+    inspect: Callable[[], None] | None,
 ) -> Callable[[], bool]:
     clip_norm, clip_value = config.clip_norm, config.clip_value
 
     def clip() -> None:
+        if inspect is not None:
+            inspect()
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, clip_norm)
         elif clip_value is not None:
             nn.utils.clip_grad_value_(parameters, clip_value)
 
-    clips = clip_norm is not None or clip_value is not None
+    clips = clip_norm is not None or clip_value is not None or inspect is not None
 
     def update() -> bool:
         if clips:

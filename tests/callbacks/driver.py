@@ -10,7 +10,25 @@ from typing import Any
 import torch
 
 from hapi.callbacks import Callback
+from hapi.engine.config import FitConfig
 from hapi.engine.state import Control, Progress, Request
+
+
+class FakeWindow:
+    """Values since the last reading: here, the running ones."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def reset(self) -> None: ...
+
+    def read(self) -> dict[str, Any]:
+        return {name: value for name, value in self.run.logs.items() if name != "lr"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class Driver:
@@ -50,7 +68,18 @@ class Driver:
         self.eval_freq, self.log_freq, self.verbose, self.rows = eval_freq, log_freq, verbose, rows
         self.save_dir, self.accumulate = save_dir, accumulate
         parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(groups)]
+        network = torch.nn.Module()
+        for index, parameter in enumerate(parameters):
+            network.register_parameter(f"weight{index}", parameter)
+            parameter.grad = torch.ones(1)
         self.run = SimpleNamespace(
+            network=network,
+            config=FitConfig(),
+            meters=SimpleNamespace(device=torch.device("cpu"), metrics=[]),
+            window=lambda: FakeWindow(self.run),
+            gradients=lambda: [(name, p.grad) for name, p in network.named_parameters()],
+            example=lambda: None,
+            evaluated=None,
             progress=Progress(),
             control=Control(),
             optimizer=torch.optim.SGD([{"params": [p]} for p in parameters], lr=lr),
@@ -118,7 +147,9 @@ class Driver:
                 raise RuntimeError("batch failed")
             progress.batch_in_epoch = batch
             progress.samples += self.rows
-            progress.global_step += batch % self.accumulate == 0 or batch == self.batches
+            if batch % self.accumulate == 0 or batch == self.batches:
+                self._call("on_before_optimizer_step", batch - 1, {})
+                progress.global_step += 1
             logs: dict[str, Any] = {"step": batch, "batch_size": self.rows}
             values = {**self.train(epoch, batch), "lr": self.lr}
             freqs = [self.log_freq, *(c.log_freq for c in self.callbacks if c.log_freq)]

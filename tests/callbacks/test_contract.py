@@ -28,12 +28,14 @@ def _nothing(*args: Any) -> None:
 Arguments = dict[str, Any]
 
 EXAMPLES: dict[str, Callable[[Path], Arguments]] = {
+    "BoardLogger": lambda folder: {"log_dir": folder, "name": "run", "grad_norm": True, "weight_histograms": True},
     "CSVLogger": lambda folder: {"filename": folder / "log.csv"},
     "Callback": lambda folder: {},
     "EarlyStopping": lambda folder: {"patience": 5, "restore_best_weights": True},
     "History": lambda folder: {},
     "LRScheduler": lambda folder: {"by_step": False, "by_epoch": True},
     "LambdaCallback": lambda folder: {"on_epoch_end": _nothing},
+    "Logger": lambda folder: {"log_dir": folder, "name": "run", "hparams": True},
     "ModelCheckpoint": lambda folder: {"save_dir": folder, "monitor": "eval_loss", "max_to_keep": 2},
     "ProgBarLogger": lambda folder: {"log_freq": 2, "verbose": 2},
     "ReduceLROnPlateau": lambda folder: {"patience": 1},

@@ -22,6 +22,7 @@ def test_lambda_gets_every_hook_it_asked_for(tmp_path: Any) -> None:
         "on_train_begin1",
         "on_epoch_begin2",
         "on_train_batch_begin2",
+        "on_before_optimizer_step2",
         "on_train_batch_end2",
         "on_eval_begin1",
         "on_eval_batch_begin2",
