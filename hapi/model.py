@@ -39,6 +39,7 @@ from hapi.engine.resume import CallbacksPart, FitPart, find, restore_rank
 from hapi.engine.rng import draw_seed
 from hapi.engine.signals import noting_signals
 from hapi.engine.state import Control, Logs, Progress, Run, Stateful
+from hapi.engine.trials import Trials
 from hapi.summary import summary
 
 __all__ = ["Model"]
@@ -366,7 +367,10 @@ class Model:
         def load(data: Any, what: str, batch: int, **how: bool) -> Loader:
             return self._open(data, f"fit: {what}", batch, num_workers=num_workers, seed=seed, **how)
 
-        loader = load(train_data, "train_data", train_batch, shuffle=shuffle, drop_last=drop_last)
+        def open_train(rows: int) -> Loader:
+            return load(train_data, "train_data", rows, shuffle=shuffle, drop_last=drop_last)
+
+        loader = open_train(train_batch)
         eval_loader = None
         if eval_data is not None:
             eval_loader = load(eval_data, "eval_data", eval_batch, shuffle=False, drop_last=False)
@@ -445,8 +449,19 @@ class Model:
         run.example = lambda: splitter.example
         feed = loop.Feed(loader, splitter.split, splitter.empty if joins else None)
         run.save_dir = next((c.save_dir or save_to for c in chain if isinstance(c, ModelCheckpoint)), None)
-        with self._active(run, splitter, loader, eval_loader), noting_signals(run.note):
-            loop.fit_loop(run, feed, train_step, hooks, self._loss, evaluate if eval_loader is not None else None)
+
+        def replaced(chosen: Loader, rows: int) -> None:
+            """A callback chose another batch size."""
+            if num_iters is not None:
+                run.config = replace(run.config, epochs=None)  # it counted epochs of the first size
+            if saved is None:
+                self._build_scheduler(run, chosen)
+            for callback in chain:
+                callback.set_params({**callback.params, "batch_size": rows * env.world, "steps": chosen.batches})
+
+        trials = Trials(run, feed, train_step, self._loss, lambda rows: open_train(rows * env.world), replaced)
+        with self._active(run, splitter, lambda: (trials.feed.loader, eval_loader)), noting_signals(run.note):
+            loop.fit_loop(run, trials, train_step, hooks, self._loss, evaluate if eval_loader is not None else None)
         if several:
             # Callbacks ran on rank 0; what fit returns is for every rank's script.
             told = broadcast_object((history.history, history.epochs, history.epoch), group=env.group)
@@ -464,7 +479,7 @@ class Model:
 
     def _apply_resume(self, run: Run, prefix: Path, state: dict[str, Any]) -> None:
         """Put everything back as it was when the checkpoint was written."""
-        weights = checkpoint.read_weights(prefix)
+        weights = state["trained"] if "trained" in state else checkpoint.read_weights(prefix)
         mine = run.parts.get("optimizer")
         if isinstance(mine, checkpoint.OptimizerPart):
             mine.fitted(state["optimizer"])  # refuse before anything has changed
@@ -493,7 +508,7 @@ class Model:
         run.parts["scheduler"] = run.scheduler
 
     @contextmanager
-    def _active(self, run: Run, splitter: Splitter, *loaders: Loader | None) -> Iterator[None]:
+    def _active(self, run: Run, splitter: Splitter, loaders: Callable[[], tuple[Loader | None, ...]]) -> Iterator[None]:
         self._running = run
         try:
             yield
@@ -501,7 +516,7 @@ class Model:
             self._running = None
             run.place.now = None
             self._remember(splitter)
-            for loader in loaders:
+            for loader in loaders():
                 if loader is not None:
                     loader.close()
 

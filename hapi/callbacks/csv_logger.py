@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import numbers
 import os
 from pathlib import Path
 from typing import Any
 
+from hapi.callbacks._table import read_table, replace_file, table_text
 from hapi.callbacks.base import Callback
 from hapi.callbacks.checks import flag
 from hapi.engine.state import Logs
@@ -81,7 +80,7 @@ class CSVLogger(Callback):
             self._rewrite([*rows, row])
         else:
             with open(self.filename, "a", newline="", encoding="utf-8") as file:
-                self._writer(file).writerow(row)
+                file.write(table_text(self._columns, [row], self.separator, header=False))
 
     def state_dict(self) -> dict[str, Any]:
         """The columns; the rows are on disk."""
@@ -92,15 +91,9 @@ class CSVLogger(Callback):
         self._columns = list(state_dict["columns"])
         self._resumed = True
 
-    def _writer(self, file: Any) -> csv.DictWriter[str]:
-        return csv.DictWriter(file, self._columns, delimiter=self.separator, lineterminator="\n")
-
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         """Header and rows of the file. A last line that a crash cut short is left out."""
-        text = Path(self.filename).read_text(encoding="utf-8")
-        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]), delimiter=self.separator)
-        header = list(reader.fieldnames or [])
-        rows = list(reader)
+        header, rows = read_table(Path(self.filename), self.separator)
         own = not header or header[: len(_FIXED)] == _FIXED
         # A field beyond the header is under None.
         if not own or any(None in row or not row["epoch"].isdigit() for row in rows):
@@ -111,19 +104,7 @@ class CSVLogger(Callback):
         return header, rows
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        """Replace the file at once, so that a crash leaves the old rows or the new."""
         path = Path(self.filename)
         if path.is_dir():
             raise IsADirectoryError(f"CSVLogger: {self.filename!r} is a folder; give the path of a file")
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with open(temporary, "w", newline="", encoding="utf-8") as file:
-                writer = self._writer(file)
-                writer.writeheader()
-                writer.writerows(rows)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_file(path, table_text(self._columns, rows, self.separator))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numbers
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from hapi.callbacks._plot import EVALUATION, Line, draw
 from hapi.callbacks.base import Callback
 from hapi.engine.state import Logs
+from hapi.errors import suggest
 
 __all__ = ["History"]
 
@@ -76,6 +80,50 @@ class History(Callback):
         self.epochs = {name: list(epochs) for name, epochs in state_dict["epochs"].items()}
         self.epoch = list(state_dict["epoch"])
         self._resumed = True
+
+    def plot(self, *names: str, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draw the values over the epochs: one axes per value, training and evaluation in the same.
+
+        Values that are not finite are gaps; arrays are left out.
+
+        Args:
+            *names: What to draw. ``"acc"`` is the training's and the evaluation's; ``"eval_acc"`` only the latter.
+                Default: the losses and metrics of the ``fit``, not what other callbacks added.
+            path: Save the figure there, as PNG, SVG, PDF ... by the suffix; the folder is created.
+
+        Returns:
+            A ``matplotlib.figure.Figure``. A notebook shows it; ``figure.axes`` are in the order of the names.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: An unknown name, or there is nothing to draw.
+
+        Example:
+            >>> history = model.fit(train, val, epochs=10)
+            >>> history.plot("loss", "acc", path="curves.png")
+        """
+        scalars = [name for name, values in self.history.items() if all(isinstance(v, float) for v in values)]
+        bases = list(dict.fromkeys(name.removeprefix(EVALUATION) for name in scalars))
+        if not bases:
+            raise ValueError("History.plot: there is nothing to draw: no epoch has ended")
+        accepted = [*bases, *(name for name in scalars if name not in bases)]
+        for name in names:
+            if name not in accepted:
+                hint = suggest(str(name), accepted)
+                raise ValueError(f"History.plot: unknown name {name!r}{hint}; accepted: {', '.join(accepted)}")
+        # A history that was loaded from a file has seen no fit, and does not know which are its metrics.
+        metrics = self.params.get("metrics") or [name for name in bases if name != "lr"]
+        chosen = names or [name for name in bases if name in metrics] or bases
+        groups: dict[str, dict[str, Line]] = {}
+        for name in chosen:
+            lines = groups.setdefault(name.removeprefix(EVALUATION), {})
+            for kind, key in (("training", name), ("evaluation", f"{EVALUATION}{name}")):
+                if key in scalars:
+                    lines["evaluation" if key.startswith(EVALUATION) else kind] = self._line(key)
+        return draw(groups, path)
+
+    def _line(self, name: str) -> tuple[Sequence[int], Sequence[float]]:
+        return self.epochs[name], self.history[name]
 
     def __repr__(self) -> str:
         last = ", ".join(f"{name}={v[-1]:.4g}" for name, v in self.history.items() if isinstance(v[-1], float))

@@ -40,10 +40,14 @@ class Loader(ABC):
     Attributes:
         batches: Global batches per epoch; None where unknown.
         samples: Rows per epoch over all ranks; None where unknown.
+        again: Whether the data can be read more than once.
+        cuts: Whether hapi forms the batches, of any size.
     """
 
     batches: int | None = None
     samples: int | None = None
+    again: bool = True
+    cuts: bool = False
 
     def rows(self, index: int, seen: int = 0) -> int | None:
         """Rows over all ranks of global batch ``index`` after ``seen`` rows, known without reading; None if unknown."""
@@ -67,6 +71,8 @@ class Loader(ABC):
 
 class _PlannedLoader(Loader):
     """Rows with an index: order from (seed, epoch), cut by a plan."""
+
+    cuts = True
 
     def __init__(self, plan: BatchPlan, *, shuffle: bool, seed: int) -> None:
         self.plan = plan
@@ -196,7 +202,7 @@ class StreamLoader(Loader):
         self.source = source
         self.name = name
         self.seed = seed
-        self.one_shot = iter(source) is source if isinstance(source, Iterator) else False
+        self.again = not (isinstance(source, Iterator) and iter(source) is source)
         self.spent = False
         try:
             self.batches = len(source)  # type: ignore[arg-type]
@@ -211,7 +217,7 @@ class StreamLoader(Loader):
                 UserWarning,
                 stacklevel=2,
             )
-        self.spent = self.one_shot
+        self.spent = not self.again
         if self.seed is not None and isinstance(self.source, _Unsized):
             self.source.reseed(fold(self.seed, epoch, 1))
         for sampler in (getattr(self.source, "sampler", None), getattr(self.source, "batch_sampler", None)):

@@ -53,7 +53,8 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or alone:
             return super().forward(input)
         axes = [0, *range(2, input.dim())]
-        value = input.float()
+        kind = torch.promote_types(input.dtype, torch.float32)
+        value = input.to(kind)
         # In float64, since the variance is a difference of large numbers.
         wide = value.double()
         count = wide.new_full((1,), input.numel() / input.size(1))
@@ -65,10 +66,10 @@ class SyncBatchNorm(_BatchNorm):
         variance = (sums[size : 2 * size] / total - mean * mean).clamp_min(0)
         self._track(mean.detach(), variance.detach(), total.detach())
         shape = [1, size, *[1] * (input.dim() - 2)]
-        scale = torch.rsqrt(variance + self.eps).float()
-        normal = (value - mean.float().view(shape)) * scale.view(shape)
+        scale = torch.rsqrt(variance + self.eps).to(kind)
+        normal = (value - mean.to(kind).view(shape)) * scale.view(shape)
         if self.affine:
-            normal = normal * self.weight.float().view(shape) + self.bias.float().view(shape)
+            normal = normal * self.weight.to(kind).view(shape) + self.bias.to(kind).view(shape)
         out: Tensor = normal.to(input.dtype)
         return out
 

@@ -7,74 +7,46 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hapi.data.batch import Batch
-from hapi.data.loader import Loader, Start, map_tree
+from hapi.data.loader import Start, map_tree
 from hapi.distributed.collectives import all_gather_objects, all_reduce, barrier, broadcast_object
-from hapi.engine import checkpoint, rng
+from hapi.engine import averaging, checkpoint, rng
 from hapi.engine.hooks import Hooks, fire
-from hapi.engine.loss import Count, LossFunction
+from hapi.engine.loss import LossFunction
+from hapi.engine.shares import Feed, shares, uneven
 from hapi.engine.signals import end_by_signal
 from hapi.engine.state import Logs, Request, Run
-from hapi.engine.step import EvalStep, PredictStep, TrainStep
+from hapi.engine.step import EvalStep, PredictStep, TrainStep, autocast
+from hapi.engine.trials import Trials
 from hapi.errors import add_note
 
 __all__ = ["Feed", "as_arrays", "enter_training", "evaluate_loop", "evaluating", "fit_loop", "guarded", "predict_loop"]
 
 
-@dataclass(frozen=True)
-class Feed:
-    """A phase's data: the loader, and how its raw batches become :class:`Batch`.
-
-    Attributes:
-        empty: Makes a batch without rows of ``loader.template()``; None where a rank without rows sits a step out.
-    """
-
-    loader: Loader
-    split: Callable[[Any], Batch]
-    empty: Callable[[Any], Batch] | None = None
-
-
-class Share(NamedTuple):
-    """One batch of a step.
-
-    Attributes:
-        batch: This rank's rows; None where it has none.
-        totals: The weight of each loss term over the whole step and all ranks; None where the batch is the step.
-        last: Whether the step's update follows.
-        rows: Rows over all ranks.
-        everyone: Whether every rank has rows.
-    """
-
-    batch: Batch | None
-    totals: Sequence[Count] | None
-    last: bool
-    rows: int
-    everyone: bool = True
-
-
 def fit_loop(
     run: Run,
-    feed: Feed,
+    trials: Trials,
     step: TrainStep,
     hooks: Hooks,
     loss: LossFunction,
     evaluate: Callable[[], Logs] | None,
 ) -> None:
-    """Train. ``evaluate`` runs one evaluation and returns its logs."""
+    """Train on ``trials.feed``. ``evaluate`` runs one evaluation and returns its logs."""
+    cast = autocast(run.meters.device, run.config.precision)
+    run.trials = trials
     progress, control, config = run.progress, run.control, run.config
     last_step = None if config.num_iters is None else progress.first_step + config.num_iters
     logs: Logs = {}
     try:
         hooks.call("on_train_begin", {})
+        run.trials, feed, config = None, trials.feed, run.config
         _agree(run)
         _carry_out(run, hooks)
         for epoch in itertools.count(progress.epoch - progress.first_epoch):
@@ -86,10 +58,14 @@ def fit_loop(
             _agree(run)
             _train_epoch(run, feed, step, hooks, loss, last_step)
             _agree(run)
+            if run.average is not None:
+                run.average.end_epoch()
             logs = dict(run.logs)
             ending = bool(control.stop) or epoch + 1 == config.epochs
             if evaluate is not None and (ending or (epoch + 1) % config.eval_freq == 0):
-                logs.update({f"eval_{name}": value for name, value in evaluate().items() if name != "samples"})
+                with averaging.shown(run, feed, cast):
+                    values = evaluate()
+                logs.update({f"eval_{name}": value for name, value in values.items() if name != "samples"})
             _step_epoch_scheduler(run, logs)
             hooks.call("on_epoch_end", epoch, logs)
             progress.epoch += 1
@@ -106,7 +82,9 @@ def fit_loop(
         _agree(run)
         _carry_out(run, hooks)
         _await_saves(run, hooks)
+        averaging.finish(run, feed, cast)
     finally:
+        run.trials = None
         step.clear()
 
 
@@ -131,7 +109,7 @@ def _train_epoch(
         meters.reset()
         run.logs = {}
     place.now = ("reading batch", index)
-    for share in _shares(run, feed, loss):
+    for share in shares(run, feed, loss):
         if begin:
             place.now = ("in callbacks before batch", index)
             fire(begin, index, {})
@@ -139,7 +117,7 @@ def _train_epoch(
         if share.batch is not None and share.everyone:
             micro(share.batch, share.totals, share.last)
         else:
-            _uneven(run, feed, share, step)
+            uneven(run, feed, share, step)
         if unchecked and share.last and share.everyone:
             run.strategy.check_gradients(run.network)
             unchecked = False
@@ -188,108 +166,6 @@ def _train_epoch(
 
 def _due(index: int, log_freqs: tuple[int, ...]) -> bool:
     return any(index % freq == 0 for freq in log_freqs) if len(log_freqs) > 1 else index % log_freqs[0] == 0
-
-
-def _shares(run: Run, feed: Feed, loss: LossFunction) -> Iterator[Share]:
-    """Cut the epoch into optimizer steps, and tell each batch the weight of its whole step."""
-    size, env, loader, split = run.config.accumulate, run.env, feed.loader, feed.split
-    progress = run.progress
-    start = Start(progress.batch_in_epoch, progress.row_in_epoch)
-    if run.resume_rng is not None:
-        # A loader that draws from the global generators draws what it drew when the epoch began; then the rest goes on
-        # from where the checkpoint was written.
-        rng.restore(run.resume_rng["epoch"])
-    run.epoch_rng = rng.capture()
-    raws = loader.epoch(progress.epoch, start)
-    if run.resume_rng is not None:
-        rng.restore(run.resume_rng["now"])
-        run.resume_rng = None
-    if size == 1 and env.world == 1:
-        for raw in raws:
-            batch = split(raw)
-            yield Share(batch, None, True, batch.rows)
-        return
-    batches: Iterator[Batch | None] = (None if raw is None else split(raw) for raw in raws)
-    first = list(itertools.islice(batches, 1))
-    # Whether weights lie in the labels shows in their shape and dtype; a rank without rows asks the others.
-    counted = any(batch is not None and loss.counted(batch) for batch in first)
-    counted = any(all_gather_objects(counted, group=env.group))
-    batches = itertools.chain(first, batches)
-    if loader.rows(0) is not None and not counted:
-        yield from _planned_shares(batches, loader, start, size, len(loss.terms), env.world)
-    else:
-        yield from _weighed_shares(run, batches, loader, start, loss, counted)
-
-
-def _planned_shares(
-    batches: Iterator[Batch | None], loader: Loader, start: Start, size: int, terms: int, world: int
-) -> Iterator[Share]:
-    """The host knows every batch's rows, so nothing is read ahead and nothing is communicated."""
-    # A run starts and resumes at the beginning of a step, so steps are counted from there.
-    rows = [loader.rows(i, start.rows) or 0 for i in range(loader.left(start) or 0)]
-    for index, batch in enumerate(batches):
-        begin = index - index % size
-        total = sum(rows[begin : begin + size])
-        last = (index + 1) % size == 0 or index + 1 == len(rows)
-        yield Share(batch, [total] * terms, last, rows[index], rows[index] >= world)
-
-
-def _weighed_shares(
-    run: Run, batches: Iterator[Batch | None], loader: Loader, start: Start, loss: LossFunction, counted: bool
-) -> Iterator[Share]:
-    """Weights lie in the labels, or lengths are unknown: read one step ahead, and add up over the ranks."""
-    size, world = run.config.accumulate, run.env.world
-    index = 0
-    left = loader.left(start) if loader.rows(0) is not None else None
-    while True:
-        window = list(itertools.islice(batches, size))
-        window += [None] * (size - len(window))
-        totals, rows, having = _weigh(run, window, loss, counted)
-        if left is not None:
-            rows = [loader.rows(i, start.rows) or 0 for i in range(index, min(index + size, left))]
-            having = [min(count, world) for count in rows]
-        length = sum(count > 0 for count in having)
-        if length == 0:
-            return
-        for i in range(length):
-            yield Share(window[i], totals, i + 1 == length, rows[i], having[i] == world)
-        index += length
-
-
-def _weigh(
-    run: Run, window: Sequence[Batch | None], loss: LossFunction, counted: bool
-) -> tuple[list[Count], list[int], list[int]]:
-    """Over all ranks: the weight of each loss term in the window, and per batch its rows and ranks with rows."""
-    counts = [[0] * len(loss.terms) if batch is None else loss.counts(batch) for batch in window]
-    rows = [0 if batch is None else batch.rows for batch in window]
-    having = [int(batch is not None) for batch in window]
-    totals: list[Count] = [sum(column[1:], start=column[0]) for column in zip(*counts, strict=True)]
-    if run.env.world == 1:
-        return totals, rows, having
-    head = torch.tensor([*rows, *having], dtype=torch.float64)
-    table = torch.cat([head.to(run.meters.device), torch.stack([_as_float64(t, run.meters.device) for t in totals])])
-    all_reduce(table, group=run.env.group)
-    if counted:
-        totals = list(table[len(head) :].float())
-    host = table.tolist()
-    if not counted:
-        totals = [int(value) for value in host[len(head) :]]
-    return totals, [int(v) for v in host[: len(window)]], [int(v) for v in host[len(window) : len(head)]]
-
-
-def _as_float64(value: Count, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64, device=device)
-
-
-def _uneven(run: Run, feed: Feed, share: Share, step: TrainStep) -> None:
-    """Some rank has no rows: those that have keep their gradients, and one exchange by hand follows."""
-    if share.batch is not None:
-        step.micro(share.batch, share.totals, False)
-    elif feed.empty is not None:
-        step.join(feed.empty(feed.loader.template()))
-    if share.last:
-        assert run.optimizer is not None
-        run.strategy.reduce_gradients([p for group in run.optimizer.param_groups for p in group["params"]])
 
 
 def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters: int | None = None) -> Logs:
@@ -443,19 +319,22 @@ def _carry_out(run: Run, hooks: Hooks) -> None:
     for request in requests:
         if request.action == "save":
             prefix = Path(request.path).absolute()
-            weights = run.strategy.full_state(run.network)
+            weights, average = run.strategy.full_state(run.network), run.average
             mine = {"rng": {"now": rng.capture(), "epoch": run.epoch_rng}, "meters": run.meters.saved_states()}
             ranks = all_gather_objects(mine, group=run.env.group)
             if run.env.rank == 0:
                 state: dict[str, Any] = {name: part.state_dict() for name, part in run.parts.items()}
                 state["ranks"] = ranks
+                if average is not None and average.saves and average.network is not None:
+                    state["trained"], weights = weights, average.network.state_dict()
                 # Training goes on while this is written, so it must not share memory with what is trained.
                 write = _writing(prefix, map_tree(_host_copy, weights), map_tree(_host_copy, state), run, request)
                 _tell_saved(hooks, run.writer.submit(str(prefix), write))
         elif request.action == "keep":
-            run.kept = map_tree(_host_copy, run.strategy.full_state(run.network))
+            run.kept = map_tree(_host_copy, averaging.kept(run))
         elif run.kept is not None:
             run.network.load_state_dict(run.kept)
+            run.restored = True
 
 
 def _writing(

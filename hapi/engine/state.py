@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from hapi.distributed.strategy import Strategy
     from hapi.engine.config import FitConfig
     from hapi.engine.meters import Meters, Window
+    from hapi.engine.trials import Trials
 
-__all__ = ["Control", "Logs", "Progress", "Request", "Run", "Stateful"]
+__all__ = ["Average", "Control", "Logs", "Progress", "Request", "Run", "Stateful"]
 
 Logs = dict[str, Any]
 """What a hook receives: floats by name (a numpy array where a metric's result is one)."""
@@ -77,6 +78,28 @@ class Progress:
         """Take the counters from :meth:`state_dict`."""
         for name in asdict(self):
             setattr(self, name, int(state_dict.get(name, 0)))
+
+
+class Average(Protocol):
+    """Weights that a callback on every rank keeps beside the trained ones; it sets ``run.average`` to itself.
+
+    Attributes:
+        network: Holds the averaged weights; None as long as there are none.
+        evaluates: Whether evaluations see them.
+        saves: Whether a checkpoint's ``.pt`` holds them; the trained weights then lie beside the training state.
+        applies: Whether the network gets them at the end of the fit.
+        refreshes: Whether BatchNorm's running statistics are computed anew for them.
+    """
+
+    network: nn.Module | None
+    evaluates: bool
+    saves: bool
+    applies: bool
+    refreshes: bool
+
+    def end_epoch(self) -> None:
+        """Called after an epoch's last step, before its evaluation."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -140,6 +163,10 @@ class Run:
         place: Where the loop stands, for the hang report.
         gradients: The gradients of what the optimizer steps, by the network's names of the parameters.
         example: The first batch of the phase; None before it came.
+        average: Averaged weights, where a callback keeps some.
+        refreshed: The step for which the average's BatchNorm statistics were computed.
+        restored: Whether the weights that were kept have been put back.
+        trials: For ``on_train_begin`` of a callback on every rank: steps that leave no trace.
         evaluated: In ``on_eval_batch_end``: this rank's batch and the network's outputs.
     """
 
@@ -167,6 +194,10 @@ class Run:
     gradients: Callable[[], list[tuple[str, Tensor]]] = list
     example: Callable[[], Batch | None] = lambda: None
     evaluated: tuple[Batch, Any] | None = None
+    average: Average | None = None
+    refreshed: int | None = None
+    restored: bool = False
+    trials: Trials | None = None
 
     def window(self) -> Window:
         """A reader of the values since its last reading; see :class:`hapi.engine.meters.Window`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +80,13 @@ class Driver:
             gradients=lambda: [(name, p.grad) for name, p in network.named_parameters()],
             example=lambda: None,
             evaluated=None,
+            average=None,
+            trials=SimpleNamespace(
+                losses=self._try,
+                fits=lambda size, steps: size <= 8,
+                use_batch_size=lambda size: None,
+                feed=SimpleNamespace(loader=SimpleNamespace(samples=self.batches * rows)),
+            ),
             progress=Progress(),
             control=Control(),
             optimizer=torch.optim.SGD([{"params": [p]} for p in parameters], lr=lr),
@@ -90,6 +97,11 @@ class Driver:
         )
         self.done: list[Request] = []
         self.evaluations = 0
+
+    def _try(self, count: int, before: Callable[[int], None]) -> Iterator[float]:
+        for index in range(count):
+            before(index)
+            yield 1.0 / (1 + index)
 
     @property
     def lr(self) -> float:
@@ -149,6 +161,7 @@ class Driver:
             progress.samples += self.rows
             if batch % self.accumulate == 0 or batch == self.batches:
                 self._call("on_before_optimizer_step", batch - 1, {})
+                run.optimizer.step()
                 progress.global_step += 1
             logs: dict[str, Any] = {"step": batch, "batch_size": self.rows}
             values = {**self.train(epoch, batch), "lr": self.lr}
@@ -166,6 +179,8 @@ class Driver:
                 break
         run.logs = {**self.train(epoch, batch), "lr": self.lr}
         logs = dict(run.logs)
+        if run.average is not None:
+            run.average.end_epoch()
         ending = bool(run.control.stop) or epoch + 1 == epochs
         if self.evaluate_values and (ending or (epoch + 1) % self.eval_freq == 0):
             if fail_at == (epoch + 1, 0):

@@ -19,6 +19,7 @@ import torch
 import hapi.callbacks
 from hapi.callbacks import Callback
 from tests.callbacks.driver import Driver
+from tests.callbacks.fakes import fake_mlflow, fake_wandb
 
 
 def _nothing(*args: Any) -> None:
@@ -28,18 +29,35 @@ def _nothing(*args: Any) -> None:
 Arguments = dict[str, Any]
 
 EXAMPLES: dict[str, Callable[[Path], Arguments]] = {
+    "BatchSizeFinder": lambda folder: {"max_size": 64},
     "BoardLogger": lambda folder: {"log_dir": folder, "name": "run", "grad_norm": True, "weight_histograms": True},
+    "CSV": lambda folder: {"log_dir": folder, "name": "run"},
     "CSVLogger": lambda folder: {"filename": folder / "log.csv"},
     "Callback": lambda folder: {},
+    "DeviceStats": lambda folder: {"log_freq": 2},
+    "EMA": lambda folder: {"decay": 0.5},
     "EarlyStopping": lambda folder: {"patience": 5, "restore_best_weights": True},
+    "GradientMonitor": lambda folder: {"per_layer": True},
     "History": lambda folder: {},
+    "JSONLines": lambda folder: {"log_dir": folder, "name": "run"},
     "LRScheduler": lambda folder: {"by_step": False, "by_epoch": True},
+    "LearningRateFinder": lambda folder: {"steps": 12},
     "LambdaCallback": lambda folder: {"on_epoch_end": _nothing},
     "Logger": lambda folder: {"log_dir": folder, "name": "run", "hparams": True},
+    "MLflow": lambda folder: {"tracking_uri": "file:x", "tags": {"a": 1}},
     "ModelCheckpoint": lambda folder: {"save_dir": folder, "monitor": "eval_loss", "max_to_keep": 2},
+    "PredictionWriter": lambda folder: {"path": folder / "out.npy"},
+    "ProfilerCallback": lambda folder: {"log_dir": folder / "traces", "activities": ["cpu"]},
     "ProgBarLogger": lambda folder: {"log_freq": 2, "verbose": 2},
     "ReduceLROnPlateau": lambda folder: {"patience": 1},
+    "TensorBoard": lambda folder: {"log_dir": folder, "name": "run", "hparams": True, "weight_histograms": True},
+    "SWA": lambda folder: {"start": 1, "lr": 0.01},
     "TerminateOnNaN": lambda folder: {"check_every": 1},
+    "Throughput": lambda folder: {"window": 2, "flops_per_sample": 1e6, "peak_tflops": 1.0},
+    "Timer": lambda folder: {"duration": 3600},
+    "VisualDL": lambda folder: {"log_dir": folder, "name": "run", "hparams": True, "weight_histograms": True},
+    "Wandb": lambda folder: {"project": "p", "dir": folder, "tags": ["a"]},
+    "WandbCallback": lambda folder: {"project": "p", "dir": folder},
 }
 
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
@@ -55,6 +73,12 @@ def _found() -> dict[str, type[Callback]]:
 
 
 CALLBACKS = _found()
+
+
+@pytest.fixture(autouse=True)
+def _services(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_wandb(monkeypatch)
+    fake_mlflow(monkeypatch)
 
 
 @pytest.fixture(params=sorted(CALLBACKS))
