@@ -4,8 +4,9 @@
 
 A configuration is RANKSxWORKERS: one process, or two ranks of ``python -m hapi.launch``, with 0 or 2 reader processes.
 What is trained draws random numbers wherever users do: dropout, the order, and samples that draw from torch, numpy and
-random. SIGKILL goes to the process; of a launch, to a random rank or to the launcher. The moment is uniform over what
-is left of the run, counted from its first checkpoint, so that kills fall into saves, evaluations and ends of epochs.
+random; its weights are averaged (EMA), its gradients clipped, its rate follows a schedule. SIGKILL goes to the process;
+of a launch, to a random rank or to the launcher. The moment is uniform over what is left of the run, counted from its
+first checkpoint, so that kills fall into saves, evaluations and ends of epochs.
 After at most 4 kills a run may end; then its weights (SHA-256) and its History must be those of the run left alone.
 
 Exits with 1 if anything differs, a start fails, or a temporary file or a process is left. Needs Linux's /proc.
@@ -106,7 +107,8 @@ def train(folder: Path, workers: int) -> None:
         log_freq=3,  # several ranks save where they log
         verbose=0,
         num_workers=workers,
-        callbacks=Phase(folder / "phase"),
+        # Evaluated, saved and left in the network at the end: all of it must come back.
+        callbacks=[hapi.callbacks.EMA(0.95), Phase(folder / "phase")],
         save_dir=folder / "saved",
         save_every_n_steps=3,
         keep=3,

@@ -321,7 +321,7 @@ class Logger(Callback):
         values |= {f"perf/{name}": value for name, value in (rates or {}).items()}
         memory = self._gpu_memory()
         if memory is not None:
-            values["perf/gpu_mem_gib"] = memory
+            values.setdefault("perf/gpu_mem_gib", memory)  # DeviceStats resets the peak that is read here
         values |= self.more_values()
         self._write(values, step)
 

@@ -244,7 +244,8 @@ class ProgBarLogger(Callback):
         if with_evaluation:
             names += [f"eval_{name}" for name in self.train_metrics]
             own += [f"eval_{name}" for name in own]
-        names += [name for name in logs if name not in own and name not in _RESERVED]
+        # A name with a slash is one of many (a value per layer, say): for curves, not for a line.
+        names += [name for name in logs if name not in own and name not in _RESERVED and "/" not in name]
         texts = {name: _value(logs[name]) for name in names if name in logs}
         return "".join(f" - {name}: {text}" for name, text in texts.items() if text is not None)
 

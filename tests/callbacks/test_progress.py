@@ -466,3 +466,14 @@ def test_tqdms_own_settings_stay() -> None:
 def test_refused_arguments(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=f"ProgBarLogger: {next(iter(arguments))}=.*accepted"):
         ProgBarLogger(**arguments)
+
+
+def test_a_value_per_layer_has_no_place_on_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    class Adds(Callback):
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            logs |= {"grad_norm": 1.5, "grad_norm/0.weight": 2.5}
+
+    Driver([Adds(), ProgBarLogger(2, verbose=2)]).fit(1)
+    out = capsys.readouterr().out
+    assert "grad_norm: 1.5000" in out
+    assert "0.weight" not in out
