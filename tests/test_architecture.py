@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "resolve": {"callbacks", "engine", "metrics"},
     "model": {"callbacks", "engine", "data", "metrics", "distributed", "resolve", "export", "summary"},
     "launch": {"distributed"},
+    "board": {"callbacks", "distributed"},
     "__init__": {"callbacks", "data", "datasets", "distributed", "engine", "metrics", "model", "summary"},
 }
 HEAVY = {"visualdl", "tensorboardX", "tensorboard", "pandas", "matplotlib", "torchmetrics", "sklearn", "PIL", "onnx"}
