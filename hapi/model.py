@@ -21,7 +21,9 @@ from hapi import export, resolve
 from hapi.callbacks import Callback, History, ModelCheckpoint
 from hapi.data.batch import Batch, Fields, Signature, Splitter
 from hapi.data.loader import Loader, leaves
+from hapi.data.memory import Resident
 from hapi.data.sources import open_data, split_arrays
+from hapi.data.workers import check_workers
 from hapi.distributed.batchnorm import convert, has_sync_batchnorm
 from hapi.distributed.collectives import broadcast_object
 from hapi.distributed.environment import Environment
@@ -29,11 +31,13 @@ from hapi.distributed.group import init_parallel_env, place
 from hapi.distributed.strategies import choose
 from hapi.distributed.strategy import Strategy
 from hapi.engine import checkpoint, loop, step
+from hapi.engine.compile import Compilation, Compiled
 from hapi.engine.config import FitConfig, Precision, check_int
 from hapi.engine.guard import GuardedHook
 from hapi.engine.hooks import Hooks
 from hapi.engine.loss import LossFunction
 from hapi.engine.master import MasterWeights
+from hapi.engine.memory import keep_freed_memory
 from hapi.engine.meters import Meters, RoutedMetric
 from hapi.engine.resume import CallbacksPart, FitPart, find, restore_rank
 from hapi.engine.rng import draw_seed
@@ -104,11 +108,11 @@ class Model:
         self._masters: MasterWeights | None = None
         self._channels_last = False
         self._sample_weight: int | str | None = None
-        self._compile: dict[str, Any] | None = None
+        self._compilation: Compilation | None = None
+        self._compiled: Compiled | None = None
         self._strategy_choice: Any = "auto"
         self._strategy: Strategy | None = None
         self._module: nn.Module = network
-        self._eval_module: nn.Module = network
         self._meters: Meters | None = None
         self._by_hand: step.TrainStep | None = None
 
@@ -130,8 +134,9 @@ class Model:
         sample_weight: int | str | None = None,
         strategy: Any = "auto",
         sync_batchnorm: bool = False,
-        compile: bool | dict[str, Any] = False,
+        compile: bool | str | dict[str, Any] = False,
         channels_last: bool = False,
+        fused: bool | None = None,
     ) -> Model:
         """Say how to train. Calling it again replaces everything.
 
@@ -157,8 +162,13 @@ class Model:
             strategy: "auto", or a :class:`hapi.distributed.Strategy`.
             sync_batchnorm: On several ranks: BatchNorm statistics over all ranks' rows, as on one rank with the global
                 batch. Replaces the network's BatchNorm modules; their parameters and names stay.
-            compile: True or a dict of options for ``torch.compile``.
+            compile: True compiles forward and loss with ``torch.compile``, once for all batch sizes. "eval": in
+                evaluation and prediction only. "step": the optimizer's step too. "graph": forward and loss in CUDA
+                graphs, for batches of one shape; one of another size runs uncompiled. A dict holds options of
+                ``torch.compile``, and, as ``what``, one of these words. The first batch waits for the compiler.
             channels_last: Keep 4-d inputs and weights in channels-last memory format.
+            fused: True steps a given Adam, AdamW, SGD or Adagrad with torch's fused kernels; False steps also an
+                optimizer given by name without. The last bits differ.
 
         Returns:
             The model, so that ``Model(net).prepare(...).fit(data)`` is one line.
@@ -170,8 +180,11 @@ class Model:
             raise ValueError(f"prepare: scheduler_interval={scheduler_interval!r}; accepted: 'step', 'epoch'")
         if isinstance(sample_weight, bool) or not isinstance(sample_weight, (int, str, type(None))):
             raise TypeError(f"prepare: sample_weight={sample_weight!r}; accepted: a position or a key")
-        if not isinstance(compile, (bool, dict)):
-            raise TypeError(f"prepare: compile={compile!r}; accepted: True, False or a dict of options")
+        compilation = Compilation.parse(compile)
+        if fused is not None and not isinstance(fused, bool):
+            raise TypeError(f"prepare: fused={fused!r}; accepted: True, False or None")
+        if fused and optimizer is None:
+            raise ValueError("prepare: fused=True is given without an optimizer")
         for name, flag in (("channels_last", channels_last), ("sync_batchnorm", sync_batchnorm)):
             if not isinstance(flag, bool):
                 raise TypeError(f"prepare: {name}={flag!r}; accepted: True or False")
@@ -200,6 +213,13 @@ class Model:
         else:
             self._scaler = None
         env = self._environment()
+        if compilation is not None:
+            compilation.check(self._device, env.world, fused=fused, scaled=self._scaler is not None)
+        if made_optimizer is not None:
+            by_name = isinstance(optimizer, str)
+            # The compiled step takes the place of the fused one.
+            off = by_name and compilation is not None and compilation.what == "step"
+            resolve.fuse(made_optimizer, False if off else fused, self.network, named=by_name)
         if sync_batchnorm and env.world > 1:
             self.network = convert(self.network, self._device, env.group)
         if channels_last:
@@ -211,7 +231,7 @@ class Model:
         self._base_rates = [group["lr"] for group in made_optimizer.param_groups] if made_optimizer else []
         self._metrics, self._config, self._sample_weight = made_metrics, config, sample_weight
         self._channels_last, self._strategy_choice = channels_last, strategy
-        self._compile = compile if isinstance(compile, dict) else {} if compile else None
+        self._compilation = compilation
         self._strategy = choose(strategy, self._environment())
         self._prepared = True
         self._meters = self._by_hand = None
@@ -241,11 +261,18 @@ class Model:
         if precision.master_weights and precision.dtype is not None and self._optimizer is not None:
             self._masters = MasterWeights(self._optimizer, self.network, precision.dtype)
         self._module, self._optimizer = self._strategy.setup(self.network, self._optimizer)
-        self._eval_module = self.network
-        if self._compile is not None:
-            self._module = torch.compile(self._module, **self._compile)  # type: ignore[assignment]
-            self._eval_module = torch.compile(self.network, **self._compile)  # type: ignore[assignment]
+        self._compiled = None
+        if self._compilation is not None:
+            self._compiled = Compiled(self._compilation, self._module, self.network, self._loss, self._optimizer)
         self._meters = Meters(self._loss, self._metrics, self._device, self._environment())
+
+    def _eval_step(self, meters: Meters) -> step.EvalStep:
+        return step.build_eval_step(
+            self.network, self._loss, meters, self._config.precision, self._device, self._compiled
+        )
+
+    def _predict_step(self) -> step.PredictStep:
+        return step.build_predict_step(self.network, self._config.precision, self._device, self._compiled)
 
     def _need(self, where: str, *, training: bool) -> None:
         if not self._prepared:
@@ -270,7 +297,7 @@ class Model:
         verbose: int = 2,
         drop_last: bool = False,
         shuffle: bool = True,
-        num_workers: int = 0,
+        num_workers: int | str = 0,
         callbacks: Any = None,
         accumulate_grad_batches: int = 1,
         num_iters: int | None = None,
@@ -282,6 +309,7 @@ class Model:
         save_every_n_steps: int | None = None,
         keep: int | None = None,
         resume: str | os.PathLike[str] | None = None,
+        keep_on_device: bool | str = False,
     ) -> History:
         """Train for ``epochs`` epochs.
 
@@ -297,7 +325,8 @@ class Model:
             verbose: 0 silent, 1 a live bar, 2 lines, 3 lines with the time of reading and computing.
             drop_last: Leave out a last short batch.
             shuffle: Shuffle, where hapi makes the order: a function of (seed, epoch).
-            num_workers: Reader processes.
+            num_workers: Reader processes, kept over the epochs; results do not depend on their number. "auto": for a
+                Dataset read sample by sample a number from the cores and from what a few samples cost; else 0.
             callbacks: :class:`hapi.callbacks.Callback` instances.
             accumulate_grad_batches: Batches per optimizer step; gradients are the mean over the samples of all of them.
             num_iters: End after so many optimizer steps (``epochs`` is ignored).
@@ -309,6 +338,8 @@ class Model:
             keep: Keep only so many of the checkpoints, the newest.
             resume: "auto" goes on from the newest whole checkpoint in ``save_dir``, or begins if there is none, so that
                 the same command can be run again after a crash; a path goes on from that checkpoint.
+            keep_on_device: Move data that lies in memory to the device once, and make its batches there. "auto": where
+                it takes at most half of the device's free memory. Values and order stay; on the CPU nothing changes.
 
         Returns:
             The :class:`hapi.callbacks.History`: ``.history["loss"]``, ``["eval_acc"]`` ...
@@ -323,7 +354,7 @@ class Model:
         if train_data is None:
             raise ValueError("fit: train_data is None")
         check_int("verbose", verbose, 0)
-        check_int("num_workers", num_workers, 0)
+        check_workers(num_workers, "fit")
         check_int("save_freq", save_freq)
         if verbose > 3:
             raise ValueError(f"fit: verbose={verbose}; accepted: 0, 1, 2, 3")
@@ -364,8 +395,11 @@ class Model:
             seed=seed,
         )
 
+        resident = Resident(keep_on_device, self._device, "fit")
+
         def load(data: Any, what: str, batch: int, **how: bool) -> Loader:
-            return self._open(data, f"fit: {what}", batch, num_workers=num_workers, seed=seed, **how)
+            same = {"num_workers": num_workers, "seed": seed, "resident": resident}
+            return self._open(data, f"fit: {what}", batch, **same, **how)
 
         def open_train(rows: int) -> Loader:
             return load(train_data, "train_data", rows, shuffle=shuffle, drop_last=drop_last)
@@ -422,8 +456,9 @@ class Model:
             masters=self._masters,
             no_sync=run.strategy.no_sync if several else None,
             inspect=inspect if "on_before_optimizer_step" in hooks.listens else None,
+            compiled=self._compiled,
         )
-        eval_step = step.build_eval_step(self._eval_module, self._loss, run.meters, config.precision, self._device)
+        eval_step = self._eval_step(run.meters)
 
         def evaluate() -> Logs:
             assert eval_loader is not None
@@ -555,11 +590,12 @@ class Model:
         batch_size: int = 1,
         log_freq: int = 10,
         verbose: int = 2,
-        num_workers: int = 0,
+        num_workers: int | str = 0,
         callbacks: Any = None,
         num_iters: int | None = None,
         *,
         global_batch_size: int | None = None,
+        keep_on_device: bool | str = False,
     ) -> dict[str, Any]:
         """Evaluate: the exact sample-weighted mean of the loss, and every metric, over all data and ranks.
 
@@ -568,10 +604,11 @@ class Model:
             batch_size: Rows per rank and batch.
             log_freq: Batches between lines.
             verbose: 0 silent, 1 a live bar, 2 lines, 3 lines with times.
-            num_workers: Reader processes.
+            num_workers: Reader processes, or "auto", as for :meth:`fit`.
             callbacks: :class:`hapi.callbacks.Callback` instances.
             num_iters: Evaluate only so many batches.
             global_batch_size: Rows per batch over all ranks, instead of ``batch_size``.
+            keep_on_device: As for :meth:`fit`.
 
         Returns:
             ``{"loss": 0.07, "acc": 0.98}``: floats by name, equal on every rank.
@@ -582,13 +619,12 @@ class Model:
         self._need("evaluate", training=False)
         if num_iters is not None:
             check_int("num_iters", num_iters, where="evaluate")
-        loader, run, hooks = self._phase(
-            "evaluate", eval_data, batch_size, global_batch_size, log_freq, verbose, num_workers, callbacks
-        )
+        how = num_workers, callbacks, keep_on_device
+        loader, run, hooks = self._phase("evaluate", eval_data, batch_size, global_batch_size, log_freq, verbose, *how)
         meters = run.meters
         outer = meters.snapshot() if self._running is not None else None
         self.mode = "eval"
-        eval_step = step.build_eval_step(self._eval_module, self._loss, meters, self._config.precision, self._device)
+        eval_step = self._eval_step(meters)
         splitter = self._splitter(self._sample_weight)
         feed = loop.Feed(loader, splitter.split)
         try:
@@ -607,25 +643,27 @@ class Model:
         self,
         test_data: Any,
         batch_size: int = 1,
-        num_workers: int = 0,
+        num_workers: int | str = 0,
         stack_outputs: bool = False,
         verbose: int = 1,
         callbacks: Any = None,
         *,
         keep_outputs: bool = True,
         global_batch_size: int | None = None,
+        keep_on_device: bool | str = False,
     ) -> list[Any]:
         """Predict every row once, in the data's order, on every rank. Labels in the data are ignored.
 
         Args:
             test_data: As ``train_data`` of :meth:`fit`, with or without labels.
             batch_size: Rows per rank and batch.
-            num_workers: Reader processes.
+            num_workers: Reader processes, or "auto", as for :meth:`fit`.
             stack_outputs: One array per output, joined on axis 0, instead of one array per batch.
             verbose: 0 silent, 1 a live bar, 2 lines, 3 lines with times.
             callbacks: They get each batch's outputs in ``on_predict_batch_end`` as ``logs["outputs"]``.
             keep_outputs: False returns ``[]`` and keeps nothing in memory: a callback takes the outputs.
             global_batch_size: Rows per batch over all ranks, instead of ``batch_size``.
+            keep_on_device: As for :meth:`fit`.
 
         Returns:
             A list over outputs: of lists over batches of arrays ``(rows, ...)``, or of arrays ``(N, ...)``.
@@ -633,13 +671,12 @@ class Model:
         for name, flag in (("stack_outputs", stack_outputs), ("keep_outputs", keep_outputs)):
             if not isinstance(flag, bool):
                 raise TypeError(f"predict: {name} must be True or False, not {flag!r}")
-        loader, run, hooks = self._phase(
-            "predict", test_data, batch_size, global_batch_size, 2, verbose, num_workers, callbacks
-        )
+        how = num_workers, callbacks, keep_on_device
+        loader, run, hooks = self._phase("predict", test_data, batch_size, global_batch_size, 2, verbose, *how)
         self.mode = "test"
         splitter = self._splitter(self._sample_weight)
         feed = loop.Feed(loader, lambda raw: splitter.split(raw, with_labels=False))
-        predict_step = step.build_predict_step(self._eval_module, self._config.precision, self._device)
+        predict_step = self._predict_step()
         try:
             with loop.guarded(hooks, "on_predict_end"):
                 batches = loop.predict_loop(run, feed, predict_step, hooks, keep=keep_outputs)
@@ -660,35 +697,35 @@ class Model:
         global_batch_size: int | None,
         log_freq: int,
         verbose: int,
-        num_workers: int,
+        num_workers: int | str,
         callbacks: Any,
+        keep_on_device: bool | str,
     ) -> tuple[Loader, Run, Hooks]:
         """What evaluate and predict share: check, open the data, build the run and its hooks."""
         if data is None:
             raise ValueError(f"{where}: the data is None")
         check_int("log_freq", log_freq, where=where)
         check_int("verbose", verbose, 0, where=where)
-        check_int("num_workers", num_workers, 0, where=where)
+        check_workers(num_workers, where)
         if verbose > 3:
             raise ValueError(f"{where}: verbose={verbose}; accepted: 0, 1, 2, 3")
         batch, _ = self._batch_sizes(batch_size, global_batch_size, where)
         how: dict[str, Any] = {"shuffle": False, "drop_last": False, "num_workers": num_workers, "seed": 0}
+        how["resident"] = Resident(keep_on_device, self._device, where)
         loader = self._open(data, f"{where}: data", batch, **how)
-        run = self._new_run(replace(self._config, log_freq=log_freq), self._eval_module)
+        run = self._new_run(replace(self._config, log_freq=log_freq), self.network)
         chain = resolve.as_callbacks(callbacks, verbose=verbose, log_freq=log_freq)
         params: dict[str, Any] = {"epochs": None, "steps": loader.batches, "batch_size": batch, "verbose": verbose}
         params |= {"metrics": run.meters.names, "log_freq": log_freq, "save_dir": None, "evaluates": False}
         return loader, run, self._hooks(chain, run, params)
 
     def _open(self, data: Any, what: str, batch: int, **how: Any) -> Loader:
-        device = self._device
         return open_data(
             data,
             what,
             self._environment(),
             batch=batch,
             float_dtype=self._float_dtype(),
-            pin_memory=device.type == "cuda",
             **how,
         )
 
@@ -728,6 +765,8 @@ class Model:
 
     def _new_run(self, config: FitConfig, module: nn.Module) -> Run:
         env = self._environment()
+        if self._device.type == "cpu":
+            keep_freed_memory()
         nested = self._running is not None
         if not nested:
             self._control = Control()
@@ -747,6 +786,7 @@ class Model:
             parts=self._parts(),
             place=place(),
             gradients=self._gradients,
+            notes=self._compiled.notes if self._compiled is not None else [],
         )
 
     def _hooks(self, chain: list[Callback], run: Run, params: dict[str, Any]) -> Hooks:
@@ -786,6 +826,7 @@ class Model:
                 world=run.env.world,
                 scaler=self._scaler,
                 masters=self._masters,
+                compiled=self._compiled,
             )
         train_step = self._by_hand
         batch = self._batch(inputs, labels)
@@ -802,10 +843,8 @@ class Model:
         """
         self._need("eval_batch", training=False)
         self.mode = "eval"
-        run = self._new_run(self._config, self._eval_module)
-        eval_step = step.build_eval_step(
-            self._eval_module, self._loss, run.meters, self._config.precision, self._device
-        )
+        run = self._new_run(self._config, self.network)
+        eval_step = self._eval_step(run.meters)
         batch = self._batch(inputs, labels)
         with loop.evaluating(self.network):
             return self._by_itself(run, lambda: eval_step(batch), batch, means=False)
@@ -814,7 +853,7 @@ class Model:
         """One forward in evaluation mode. Returns a list of arrays, one per output."""
         self.mode = "test"
         batch = self._batch(inputs, None)
-        predict_step = step.build_predict_step(self._eval_module, self._config.precision, self._device)
+        predict_step = self._predict_step()
         with loop.evaluating(self.network):
             return loop.as_arrays(predict_step(batch))
 

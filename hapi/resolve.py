@@ -19,7 +19,7 @@ from hapi.engine.meters import RoutedMetric
 from hapi.errors import suggest
 from hapi.metrics import as_metric, by_name
 
-__all__ = ["as_callbacks", "as_loss", "as_metrics", "as_optimizer", "as_scheduler"]
+__all__ = ["as_callbacks", "as_loss", "as_metrics", "as_optimizer", "as_scheduler", "fuse"]
 
 _OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
@@ -32,8 +32,8 @@ _OPTIMIZERS: dict[str, type[Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
-# A third of the time of the default on CPU; the caller named the optimizer, not its arithmetic.
-_FUSED = frozenset({"adagrad", "adam", "adamw", "sgd"})
+# Optimizers with fused kernels. Subclasses may compute something else, so only the very types count.
+_FUSED = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 _LOSSES: dict[str, Callable[[], nn.Module]] = {
     "bce": nn.BCELoss,
@@ -82,9 +82,6 @@ def as_optimizer(given: Any, network: nn.Module) -> Optimizer | None:
         if not trainable:
             raise ValueError("prepare: the network has no parameter that requires a gradient")
         options: dict[str, Any] = {"lr": 1e-2} if given.lower() == "sgd" else {}
-        same_device = {p.device.type for p in trainable} <= {"cpu", "cuda"}
-        if given.lower() in _FUSED and same_device and all(p.is_floating_point() for p in trainable):
-            options["fused"] = True
         return kind(trainable, **options)
     optimizer = given if isinstance(given, Optimizer) else None
     if optimizer is None and callable(given) and not isinstance(given, nn.Module):
@@ -103,6 +100,67 @@ def as_optimizer(given: Any, network: nn.Module) -> Optimizer | None:
             "build it from network.parameters()"
         )
     return optimizer
+
+
+def fuse(optimizer: Optimizer, wanted: bool | None, network: nn.Module, *, named: bool) -> None:
+    """Switch an optimizer's fused kernels on or off, before its first step or later; its state goes on.
+
+    Args:
+        optimizer: Its parameters are where they will be stepped.
+        wanted: True: on. False: off. None: on where the optimizer was given by name and has such kernels (a third of
+            the default's time on CPU: the caller named the optimizer, not its arithmetic); else as it is.
+        network: Whose parameters it steps.
+        named: Whether it was given by name.
+
+    Raises:
+        ValueError: ``wanted`` is True, and there are no fused kernels for it.
+    """
+    if wanted is None and not named:
+        return
+    why = _why_not_fused(optimizer, network) if wanted is not False else ""
+    if wanted and why:
+        raise ValueError(f"prepare: fused=True: {why}")
+    on = wanted is not False and not why
+    if on or any(group.get("fused") for group in optimizer.param_groups):
+        _set_fused(optimizer, on)
+
+
+def _why_not_fused(optimizer: Optimizer, network: nn.Module) -> str:
+    """Why torch has no fused kernels for an optimizer; an empty string where it has."""
+    kind = type(optimizer)
+    if kind not in _FUSED:
+        return f"{kind.__name__} has no fused kernels; accepted: {[accepted.__name__ for accepted in _FUSED]}"
+    for option in ("foreach", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            return f"the optimizer was built with {option}=True; accepted: one of the two"
+    if any(getattr(module, "sparse", False) is True for module in network.modules()):
+        return "the network has sparse gradients; accepted: dense ones (Embedding(sparse=False))"
+    for device, dtype in {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"]}:
+        # A trial is the only question that every torch version answers: which devices and dtypes have kernels differs.
+        trial = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+        trial.grad = torch.zeros_like(trial)
+        try:
+            kind([trial], lr=1e-3, fused=True).step()
+        except (RuntimeError, NotImplementedError) as exc:
+            return f"torch has no fused {kind.__name__} for {dtype} on {device.type} ({exc})"
+    return ""
+
+
+def _set_fused(optimizer: Optimizer, on: bool) -> None:
+    """Do what torch's constructors do with ``fused=``, and bring the state along."""
+    for group in [*optimizer.param_groups, optimizer.defaults]:
+        group["fused"] = on
+    # Read by GradScaler, and by the step before its first use of the kernels.
+    optimizer._step_supports_amp_scaling = on  # type: ignore[attr-defined]
+    optimizer._need_device_dtype_check_for_fused = on  # type: ignore[attr-defined]
+    for group in optimizer.param_groups:
+        on_device = on or group.get("capturable")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), Tensor):
+                # Fused kernels count in float32 on the device; the others on the host, where reading is free.
+                device = parameter.device if on_device else torch.device("cpu")
+                state["step"] = state["step"].to(device, torch.float32 if on_device else None)
 
 
 def as_scheduler(given: Any, optimizer: Optimizer | None) -> Any:

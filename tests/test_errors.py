@@ -72,7 +72,7 @@ BAD_PREPARE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sample_weight": 1.5}, TypeError, "a position or a key"),
     ({"strategy": "fsdpp"}, ValueError, "strategy='fsdpp'"),
     ({"strategy": 3}, TypeError, "or a Strategy"),
-    ({"compile": "yes"}, TypeError, "accepted: True, False or a dict"),
+    ({"compile": "yes"}, ValueError, "accepted: True, False or a dict"),
     ({"channels_last": 1}, TypeError, "True or False"),
 ]
 

@@ -104,6 +104,7 @@ def run(
     accumulate: int = 1,
     seed: int | None = 5,
     workers: int = 0,
+    more: Any = None,
     **prepare: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(3)
@@ -117,6 +118,8 @@ def run(
     if folder is not None:
         options = {"save_dir": folder, "save_every_n_steps": every, "resume": resume}
     callbacks = [hapi.callbacks.EarlyStopping(patience=10, verbose=0, save_best_model=False)]
+    if more is not None:
+        callbacks.append(more)
     if stop_at is not None:
         callbacks.append(InterruptAt(stop_at))  # type: ignore[arg-type]
     history = model.fit(
@@ -141,6 +144,25 @@ def test_resuming_at_any_step_gives_the_same_bits(tmp_path: Path, kind: str, sto
     with pytest.raises(Interrupted):
         run(tmp_path, kind=kind, stop_at=stop_at)
     got, other = run(tmp_path, kind=kind)
+    assert same_weights(expected, got)
+    assert other == history
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)])
+def test_resuming_after_an_epochs_last_step(tmp_path: Path, scheduler: Any) -> None:
+    """Nothing of the epoch is left but its values, and the rate among them is that of the last step."""
+
+    class InEvaluation(hapi.callbacks.Callback):
+        def on_eval_begin(self, logs: Any = None) -> None:
+            if self.run.progress.epoch == 1:
+                self.run.writer.take(wait=True)
+                raise Interrupted
+
+    expected, history = run(None, scheduler=scheduler)
+    with pytest.raises(Interrupted):
+        run(tmp_path, scheduler=scheduler, more=InEvaluation())
+    assert not (tmp_path / "2.json").exists()
+    got, other = run(tmp_path, scheduler=scheduler)
     assert same_weights(expected, got)
     assert other == history
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["graph_of"]
 
@@ -43,11 +44,13 @@ def graph_of(network: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Te
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
         _generators_kept(inputs),
+        _disable_current_modes(),  # the guard of callbacks on several ranks hides operators from the tracer
         torch.no_grad(),
     ):
         warnings.simplefilter("ignore")
         # Traced here, since `graph` would compare two passes, and refuse networks that draw random numbers.
-        traced = torch.jit.trace(copy.deepcopy(network).eval(), inputs, check_trace=False, strict=False)
+        frozen = copy.deepcopy(network).eval()
+        traced = torch.jit.trace(frozen, inputs, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         definition, _ = graph(traced, inputs)  # type: ignore[no-untyped-call]
     return bytes(definition.SerializeToString())
 

@@ -227,6 +227,8 @@ class ProgBarLogger(Callback):
             phase.bar.close()
 
     def _show(self, phase: _Phase, logs: Logs) -> None:
+        while self.run.notes:
+            say(self.run.notes.pop(0))
         values = self._text(logs)
         phase.shown, phase.bare = phase.step, not values
         if self._level == 3:

@@ -28,6 +28,7 @@ from hapi.engine.state import Logs
 __all__ = ["TensorBoard"]
 
 _BINS = 64
+_SUFFIX = ".hapi"  # tells the files apart from those of a user's own writer
 
 
 class TensorBoard(BoardLogger):
@@ -35,7 +36,7 @@ class TensorBoard(BoardLogger):
 
     See :class:`Logger` for the tags and the x axis. The page "Custom scalars" shows the loss and each metric of
     training and evaluation in one chart. A point is on disk at once: a killed process loses none. A run that is
-    resumed goes on in its folder, and TensorBoard hides what was written after the checkpoint.
+    resumed goes on in its folder; what was written after the checkpoint is taken out.
 
     Args:
         log_dir: The folder of all runs.
@@ -112,13 +113,16 @@ class TensorBoard(BoardLogger):
         if self._path is not None and self._path.parent == folder and self._path.exists() and not resumed:
             self._file = _EventsFile(self._path)
             return
-        # Behind a file of a process that was killed nothing is appended: its last record may be torn.
+        if resumed:
+            for path in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+                _cut(path, step)
+        # A new file, since a board that is running does not look again at what it has read of the others.
         self._path = _next_path(folder)
         self._file = _EventsFile(self._path)
         self._file.add(file_version="brain.Event:2")
-        if resumed:
-            # Hides the records of that step and of later ones, in the folder's earlier files.
-            self._file.add(step + 1, session_log=SessionLog(status=SessionLog.START))
+        # Tells such a board to forget that step and later ones. It takes the first such record of a run for the run's
+        # beginning, so there is one in each file.
+        self._file.add(step + 1, session_log=SessionLog(status=SessionLog.START))
         self._file.add(summary=custom_scalars(_layout(self.params["metrics"])))
 
     def write(self, values: dict[str, float], step: int) -> None:
@@ -225,7 +229,26 @@ def _next_path(folder: Path) -> Path:
     """A file that TensorBoard reads after all others of the folder: it goes by names, which begin with seconds."""
     found = [re.match(r"events\.out\.tfevents\.(\d+)\.", path.name) for path in folder.iterdir()]
     second = max([int(time.time()), *(int(match[1]) + 1 for match in found if match)])
-    return folder / f"events.out.tfevents.{second}.{socket.gethostname()}"
+    return folder / f"events.out.tfevents.{second}.{socket.gethostname()}{_SUFFIX}"
+
+
+def _cut(path: Path, step: int) -> None:
+    """Cut a file before the first record of a later step, or one that is torn."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    data, end = path.read_bytes(), 0
+    while end + 16 <= len(data):
+        (length,) = struct.unpack_from("<Q", data, end)
+        content, checksum = data[end + 12 : end + 12 + length], data[end + 12 + length : end + 16 + length]
+        if checksum != struct.pack("<I", masked_crc32c(content)):
+            break
+        event = Event.FromString(content)
+        if event.HasField("summary") and event.step > step:
+            break
+        end += 16 + length
+    if end < len(data):
+        os.truncate(path, end)
 
 
 def _edges(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

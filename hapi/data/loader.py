@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from hapi.data.randomness import GeneratorsState, seed_sample
 from hapi.data.sampler import BatchPlan, OrderedBatches, epoch_order, fold
@@ -42,12 +42,14 @@ class Loader(ABC):
         samples: Rows per epoch over all ranks; None where unknown.
         again: Whether the data can be read more than once.
         cuts: Whether hapi forms the batches, of any size.
+        early: Whether nothing shows when a batch is read before the step that goes before it.
     """
 
     batches: int | None = None
     samples: int | None = None
     again: bool = True
     cuts: bool = False
+    early: bool = False
 
     def rows(self, index: int, seen: int = 0) -> int | None:
         """Rows over all ranks of global batch ``index`` after ``seen`` rows, known without reading; None if unknown."""
@@ -99,11 +101,28 @@ class GatherLoader(_PlannedLoader):
         plan: How the epoch is cut.
         shuffle: Whether an epoch's order is shuffled.
         seed: Of the order.
+        device: Where the gather takes its indices; None for the host. The order is moved there once per epoch.
+        early: See :class:`Loader`.
     """
 
-    def __init__(self, gather: Callable[[Tensor | slice], Any], plan: BatchPlan, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        gather: Callable[[Tensor | slice], Any],
+        plan: BatchPlan,
+        *,
+        shuffle: bool,
+        seed: int,
+        device: torch.device | None = None,
+        early: bool = False,
+    ) -> None:
         super().__init__(plan, shuffle=shuffle, seed=seed)
         self.gather = gather
+        self.device = device
+        self.early = early
+
+    def order(self, epoch: int) -> Tensor | None:
+        order = super().order(epoch)
+        return order if order is None or self.device is None else to_device(order, self.device)
 
     def template(self) -> Any:
         return self.gather(slice(0, 1))
@@ -151,6 +170,7 @@ class MapLoader(_PlannedLoader):
         self.named = NamedSamples(dataset, plan.rank, seed)
         self.sampler = OrderedBatches(plan)
         self.torch_loader: DataLoader[Any] | None = None
+        self.early = bool(num_workers)
         if num_workers:
             # Its own generator: iter(DataLoader) draws the workers' base seed, by default from the global one.
             self.generator = torch.Generator()
@@ -306,6 +326,13 @@ def collate(samples: Any) -> Any:
         raise
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, without making the host wait: only a copy from page-locked memory does not."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def describe(tree: Any) -> str:
     """Types and shapes of a sample or batch, for messages: ``(float32[3, 4], int64[3])``."""
     if isinstance(tree, Tensor):
@@ -367,46 +394,6 @@ def tree_rows(tree: Any, what: str) -> int:
     if len(set(lengths)) != 1:
         raise ValueError(f"the arrays of {what} have different lengths: {describe(tree)}")
     return int(lengths[0])  # type: ignore[arg-type]
-
-
-def arrays_gather(tree: Any) -> Callable[[Tensor | slice], Any]:
-    """The gather function of a tree of tensors. Flat tuples, the common case, get a function without recursion."""
-    if isinstance(tree, tuple) and all(isinstance(leaf, Tensor) for leaf in tree):
-
-        def gather_flat(index: Tensor | slice) -> tuple[Tensor, ...]:
-            if isinstance(index, slice):
-                return tuple([leaf[index] for leaf in tree])
-            return tuple([leaf.index_select(0, index) for leaf in tree])
-
-        return gather_flat
-
-    def gather(index: Tensor | slice) -> Any:
-        if isinstance(index, slice):
-            return map_tree(lambda leaf: leaf[index], tree)
-        return map_tree(lambda leaf: leaf.index_select(0, index), tree)
-
-    return gather
-
-
-def dataset_gather(dataset: Any) -> Callable[[Tensor | slice], Any] | None:
-    """The gather function of a dataset that lies in memory, or None.
-
-    A TensorDataset, a dataset with a ``gather(index)`` method (hapi.datasets), or a Subset of one.
-    """
-    if type(dataset) is TensorDataset:
-        if any(leaf.device.type != "cpu" for leaf in dataset.tensors):
-            return None
-        return arrays_gather(tuple(dataset.tensors))
-    if callable(getattr(dataset, "gather", None)):
-        gather: Callable[[Tensor | slice], Any] = dataset.gather
-        return gather
-    if type(dataset) is Subset:
-        inner = dataset_gather(dataset.dataset)
-        if inner is None:
-            return None
-        chosen = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
-        return lambda index: inner(chosen[index])
-    return None
 
 
 class ShardedStream(IterableDataset[Any]):

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from hapi.data.gathered import served
 from hapi.data.loader import NOTHING_SEEN, Loader, ShardedStream, Start, StreamLoader, _Unsized
 from hapi.data.sampler import BatchPlan, DistributedBatchSampler, OrderedBatches
 from hapi.distributed.collectives import broadcast_object
@@ -29,7 +30,7 @@ def shard_dataloader(data: DataLoader[Any], what: str, env: Environment) -> Load
         stream = _clone(data, ShardedStream(data.dataset, env.rank, env.world), batch_size=data.batch_size)
         return StreamLoader(_Unsized(stream), f"{what} ({type(data.dataset).__name__})")
     if isinstance(data.sampler, DistributedSampler) or isinstance(data.batch_sampler, DistributedBatchSampler):
-        return StreamLoader(data, what)
+        return StreamLoader(served(data), what)
     if type(data.batch_sampler) is BatchSampler:
         return _CutLoader(data, env)
     return _DealtLoader(data, env)
@@ -77,6 +78,7 @@ class _CutLoader(Loader):
             raise ValueError(f"the DataLoader's {rows} samples do not fill one global batch of {self.plan.batch}")
         self.ordered = OrderedBatches(self.plan)
         self.inner = _clone(data, data.dataset, batch_sampler=self.ordered)
+        self.source = served(self.inner)
 
     def rows(self, index: int, seen: int = 0) -> int | None:
         return self.plan.after(seen).rows(index)
@@ -96,7 +98,7 @@ class _CutLoader(Loader):
             mine = list(self.sampler) if self.env.rank == 0 else None
             order = broadcast_object(mine, group=self.env.group)
         self.ordered.order, self.ordered.skip, self.ordered.epoch = order, start.rows, epoch
-        batches = iter(self.inner)
+        batches = iter(self.source)
         for index in range(plan.batches):
             first, last = plan.local(index)
             yield None if first == last else next(batches)
@@ -117,12 +119,13 @@ class _DealtLoader(Loader):
             data.dataset,
             **({"sampler": _Listed(self), "batch_size": None} if self.single else {"batch_sampler": _Listed(self)}),
         )
+        self.served = served(self.inner)
 
     def epoch(self, epoch: int, start: Start = NOTHING_SEEN) -> Iterator[Any]:
         everything = list(self.source) if self.env.rank == 0 else None
         everything = broadcast_object(everything, group=self.env.group)
         self.mine = everything[start.batches * self.env.world + self.env.rank :: self.env.world]
-        yield from self.inner
+        yield from self.served
 
 
 class _Listed:

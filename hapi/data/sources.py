@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from hapi.data.ahead import DeviceLoader
+from hapi.data.gathered import GatheredLoader, draws_at_the_start, recognised
 from hapi.data.loader import (
     GatherLoader,
     Loader,
     MapLoader,
     StreamLoader,
-    arrays_gather,
-    dataset_gather,
     describe,
     is_arrays,
     map_tree,
     stream_loader,
     tree_rows,
 )
+from hapi.data.memory import Gather, InMemory, Resident, accelerated, arrays_gather, dataset_gather
 from hapi.data.sampler import BatchPlan
 from hapi.data.shard import shard_dataloader, shard_iterable
+from hapi.data.workers import choose_workers
 from hapi.distributed.environment import Environment
 
 __all__ = ["open_data", "split_arrays"]
@@ -43,29 +45,31 @@ def open_data(
     batch: int,
     shuffle: bool,
     drop_last: bool,
-    num_workers: int,
+    num_workers: int | str,
     seed: int,
     float_dtype: torch.dtype,
-    pin_memory: bool = False,
+    resident: Resident | None = None,
 ) -> Loader:
     """Make the loader of ``data``.
 
     Args:
         data: See :data:`ACCEPTED`.
         what: What to call it in messages: ``"fit: train_data"``.
-        env: This process's place.
+        env: This process's place, and the device that batches go to.
         batch: Rows of a global batch, where hapi forms the batches.
         shuffle: Shuffle, where hapi makes the order.
         drop_last: Leave out a last short batch, where hapi forms the batches.
-        num_workers: Reader processes, where hapi reads samples.
+        num_workers: Reader processes, where hapi reads samples; ``"auto"``: as many as pay.
         seed: Of the order.
         float_dtype: What float64 numpy arrays become.
-        pin_memory: Page-locked batches.
+        resident: Keeps data on the device; None keeps nothing.
 
     Raises:
         TypeError: The data is none of the accepted kinds.
-        ValueError: It is empty, or its arrays differ in length.
+        ValueError: It is empty, its arrays differ in length, or it cannot be kept on the device.
     """
+    device = env.device or torch.device("cpu")
+    resident = resident or Resident(False, device, what)
 
     def plan(samples: int) -> BatchPlan:
         if samples == 0:
@@ -77,49 +81,79 @@ def open_data(
             )
         return made
 
+    def gathered(gather: Gather, lying: InMemory | None, kept: InMemory | None, rows: int) -> Loader:
+        order: dict[str, Any] = {"shuffle": shuffle, "seed": seed}
+        cut = plan(rows)
+        if kept is not None:
+            return GatherLoader(kept.batch, cut, device=kept.device, **order)
+        if lying is None or not accelerated(device):
+            return GatherLoader(gather, cut, **order)
+        far = lying.pinned if device.type == "cuda" else lying.unfinished
+        return DeviceLoader(GatherLoader(far, cut, early=True, **order), device)
+
     if is_arrays(data):
         try:
             tensors = map_tree(lambda leaf: to_tensor(leaf, float_dtype), data)
         except TypeError as exc:
             raise TypeError(f"{what}: {exc}; it is {describe(data)}") from exc
-        rows = tree_rows(data, what)
-        return GatherLoader(arrays_gather(tensors), plan(rows), shuffle=shuffle, seed=seed)
+        rows, lying = tree_rows(data, what), InMemory(tensors)
+        return gathered(arrays_gather(tensors), lying, _kept(data, lying, resident, what), rows)
     if isinstance(data, (tuple, Mapping)):
         raise TypeError(f"{what} is {describe(data)}; accepted: {ACCEPTED}")
     if isinstance(data, DataLoader):
-        if env.world > 1:
-            return shard_dataloader(data, what, env)
-        return StreamLoader(_nonempty(data, what), "the DataLoader")
+        return _dataloader(data, what, env, device, resident)
+    found = InMemory.of(data)
+    kept = _kept(data, found, resident, what)
     if isinstance(data, IterableDataset):
         return stream_loader(
             data,
             batch_size=-(-batch // env.world),
             drop_last=drop_last,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
+            num_workers=0 if isinstance(num_workers, str) else num_workers,
+            pin_memory=device.type == "cuda",
             seed=seed,
             rank=env.rank,
             world=env.world,
         )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (list, str, bytes)):
         gather = dataset_gather(data)
-        # A transform runs sample by sample: worth the workers that were asked for.
-        transformed = getattr(data, "transform", None) is not None
-        if gather is not None and not (num_workers and transformed):
-            return GatherLoader(gather, plan(len(data)), shuffle=shuffle, seed=seed)
-        return MapLoader(
-            data,
-            plan(len(data)),
-            shuffle=shuffle,
-            seed=seed,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
+        if kept is not None:
+            gather = kept.batch
+        if gather is not None:
+            return gathered(gather, found, kept, len(data))
+        cut = plan(len(data))
+        if isinstance(num_workers, str):
+            num_workers = choose_workers(data, -(-batch // env.world), -(-len(data) // env.world), env.local_world)
+        made = MapLoader(
+            data, cut, shuffle=shuffle, seed=seed, num_workers=num_workers, pin_memory=device.type == "cuda"
         )
+        return DeviceLoader(made, device) if accelerated(device) else made
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes)):
         if env.world > 1:
             return shard_iterable(data, env)
         return StreamLoader(_nonempty(data, what), f"the {type(data).__name__} of batches")
     raise TypeError(f"{what} is {describe(data)}; accepted: {ACCEPTED}")
+
+
+def _kept(data: Any, lying: InMemory | None, resident: Resident, what: str) -> InMemory | None:
+    """The data on an accelerator: where the user put it, or where it is kept."""
+    if lying is not None and lying.device is not None and accelerated(lying.device):
+        return lying if lying.chosen is None else lying.to(lying.device)
+    return resident(data, lying, what)
+
+
+def _dataloader(data: DataLoader[Any], what: str, env: Environment, device: torch.device, resident: Resident) -> Loader:
+    if env.world > 1:
+        resident(data, None, what)
+        return shard_dataloader(data, what, env)
+    source, early = _nonempty(data, what), False
+    kept = resident(data, InMemory.of(data.dataset) if recognised(data) else None, what)
+    if recognised(data):
+        source = GatheredLoader(data, device if accelerated(device) else None, kept)
+        early = kept is None and draws_at_the_start(data)
+    loader = StreamLoader(source, "the DataLoader")
+    loader.early = early
+    return DeviceLoader(loader, device) if accelerated(device) and kept is None else loader
 
 
 def _nonempty(data: Any, what: str) -> Any:

@@ -417,6 +417,9 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
     }
 
 
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+
+
 def fit_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """:func:`optimizer_state` as this optimizer's ``load_state_dict`` takes it. Changes nothing.
 
@@ -441,7 +444,9 @@ def fit_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping
     for group, mine in zip(saved["groups"], current, strict=True):
         if {index_of[name] for name in group["params"]} != set(mine["params"]):
             raise ValueError(f"load: the optimizer in the file groups its parameters differently. {alone}")
-        groups.append({**group, "params": mine["params"]})
+        # How it computes is the optimizer's own choice, not the file's.
+        kept = {option: mine[option] for option in _HOW if option in mine}
+        groups.append({**group, **kept, "params": mine["params"]})
     state = {index_of[name]: value for name, value in saved["state"].items()}
     return {"state": state, "param_groups": groups}
 

@@ -104,7 +104,8 @@ def _train_epoch(
     unchecked = run.env.world > 1
     assert run.optimizer is not None
     rates = run.optimizer.param_groups[0]
-    rate = rates["lr"]
+    if index == 0 or run.rate is None:
+        run.rate = _copied(rates["lr"])
     if index == 0:
         meters.reset()
         run.logs = {}
@@ -138,7 +139,7 @@ def _train_epoch(
             place.now = ("in callbacks after batch", index - 1)
             fire(end, index - 1, logs)
         if stepped and by_step:
-            rate = rates["lr"]  # the epoch's last batch was trained with it
+            run.rate = _copied(rates["lr"])  # the epoch's last batch was trained with it
             scheduler.step()
         if at_log_point:
             _agree(run)
@@ -161,7 +162,12 @@ def _train_epoch(
     if index == 0:
         raise ValueError("fit: the training data has no batches")
     if read_at != index:
-        run.logs = {**meters.read(), "lr": float(rate if by_step else rates["lr"])}
+        run.logs = {**meters.read(), "lr": float(run.rate if by_step else rates["lr"])}
+
+
+def _copied(rate: Any) -> Any:
+    """A rate that a scheduler does not change: it writes into tensors."""
+    return rate.clone() if isinstance(rate, Tensor) else rate
 
 
 def _due(index: int, log_freqs: tuple[int, ...]) -> bool:

@@ -190,6 +190,7 @@ class Meters:
 
     def read(self) -> Logs:
         """The values so far, over all ranks. Every rank must call it; the host waits for the device once."""
+        self._settle()
         for torch_metric in self._torch:
             torch_metric.flush()
         host = self._reduced()
@@ -241,6 +242,10 @@ class Meters:
         for metric, name, op, start in self._slots:
             views[metric][name] = self._view(host[op], metric, name, start)
         return views
+
+    def _settle(self) -> None:
+        for metric in self._native:
+            metric._settle()
 
     def _reduced(self) -> dict[str, Tensor]:
         """The buffers, reduced over ranks, on the host."""
@@ -324,6 +329,7 @@ class Meters:
         Raises:
             TypeError: A metric on the host holds something else.
         """
+        self._settle()
         return {
             "buffers": {op: buffer.cpu() for op, buffer in self._buffers.items()},
             "others": [{name: m.state[name].cpu() for name in _unshared(m)} for m in self._native],
@@ -366,6 +372,7 @@ class Meters:
             self._counts = [a + b for a, b in zip(self._counts, saved["counts"], strict=True)]
 
     def _load(self, saved: Mapping[str, Any]) -> None:
+        self._settle()
         for op, buffer in saved["buffers"].items():
             self._buffers[op].copy_(buffer)
         for metric, others in zip(self._native, saved["others"], strict=True):
@@ -382,6 +389,7 @@ class Meters:
 
     def snapshot(self) -> dict[str, Any]:
         """A copy of everything, for :meth:`restore` (an evaluation in the middle of an epoch)."""
+        self._settle()
         return {
             "buffers": {op: buffer.clone() for op, buffer in self._buffers.items()},
             "others": [{name: m.state[name].clone() for name in _unshared(m)} for m in self._native],
@@ -395,6 +403,7 @@ class Meters:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Put a :meth:`snapshot` back."""
+        self._settle()  # what waits is not part of it, and is overwritten
         for op, buffer in saved["buffers"].items():
             self._buffers[op].copy_(buffer)
         for metric, others in zip(self._native, saved["others"], strict=True):

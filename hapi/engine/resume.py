@@ -80,6 +80,7 @@ class FitPart:
             "seed": run.config.seed,
             "shape": self.shape,
             "logs": {name: plain(value, f"log value {name!r}") for name, value in run.logs.items()},
+            "rate": None if run.rate is None else float(run.rate),
             "stop": run.control.stop,
             "kept": run.kept,
         }
@@ -98,7 +99,7 @@ class FitPart:
                 + ", ".join(f"{name} ({then} then, {now} now)" for name, (then, now) in changed.items())
             )
         run.logs = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in state_dict["logs"].items()}
-        run.kept = state_dict["kept"]
+        run.rate, run.kept = state_dict.get("rate"), state_dict["kept"]
         if state_dict["stop"] is not None:
             run.control.request_stop(state_dict["stop"])
 

@@ -152,6 +152,7 @@ class Run:
         module: What the step calls: ``network`` itself, or its data-parallel wrapper.
         parts: *Is* the checkpoint: to save a new thing, add it here.
         logs: The latest training values of the epoch in progress (floats by name).
+        rate: The learning rate of the last step (of the first parameter group).
         kept: Weights that a callback asked to keep, in host memory.
         pending: Requests that all ranks know of, to be carried out at the end of an optimizer step.
         resume_rng: In a resumed run, until its epoch goes on: this rank's generators, now and when the epoch began.
@@ -168,6 +169,7 @@ class Run:
         restored: Whether the weights that were kept have been put back.
         trials: For ``on_train_begin`` of a callback on every rank: steps that leave no trace.
         evaluated: In ``on_eval_batch_end``: this rank's batch and the network's outputs.
+        notes: Lines for whoever prints, who takes them out: what compiled, and how long it took.
     """
 
     network: nn.Module
@@ -182,6 +184,7 @@ class Run:
     meters: Meters
     parts: dict[str, Stateful]
     logs: Logs = field(default_factory=dict)
+    rate: Any = None
     kept: dict[str, Any] | None = None
     pending: list[Request] = field(default_factory=list)
     resume_rng: dict[str, Any] | None = None
@@ -198,6 +201,7 @@ class Run:
     refreshed: int | None = None
     restored: bool = False
     trials: Trials | None = None
+    notes: list[str] = field(default_factory=list)
 
     def window(self) -> Window:
         """A reader of the values since its last reading; see :class:`hapi.engine.meters.Window`."""

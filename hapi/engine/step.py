@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hapi.data.batch import Batch
-from hapi.data.loader import describe
+from hapi.engine.compile import Compiled
 from hapi.engine.config import FitConfig, Precision
+from hapi.engine.forward import Parts, computing
 from hapi.engine.loss import Count, LossFunction, normalize_outputs
 from hapi.engine.master import MasterWeights
 from hapi.engine.meters import Meters
@@ -21,7 +22,6 @@ from hapi.errors import add_note
 
 __all__ = ["EvalStep", "PredictStep", "TrainStep", "autocast", "build_eval_step", "build_train_step"]
 
-Parts = Sequence[tuple[Tensor, Count]]
 EvalStep = Callable[[Batch], tuple[Any, Parts]]
 PredictStep = Callable[[Batch], Any]
 
@@ -66,6 +66,7 @@ def build_train_step(
     masters: MasterWeights | None = None,
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
     inspect: Callable[[], None] | None = None,
+    compiled: Compiled | None = None,
 ) -> TrainStep:
     """Build the training step.
 
@@ -81,12 +82,17 @@ def build_train_step(
         masters: For level O2.
         no_sync: The strategy's, where there is one.
         inspect: Called before each optimizer step, with unscaled gradients; the same on every rank.
+        compiled: Compiled forward, loss and optimizer step, as far as wanted.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     every_parameter = list({id(p): p for p in [*parameters, *module.parameters()]}.values())
     cast = autocast(device, config.precision)
     casts = config.precision.dtype is not None
-    means, totals_of, scales = loss.means, loss.totals, loss.scales
+    scales = loss.scales
+    compute_means, compute_totals = computing(module, loss.means), computing(module, loss.totals)
+    if compiled is not None:
+        compute_means = compiled.training(compute_means, means=True)
+        compute_totals = compiled.training(compute_totals, means=False)
     sums = [term.is_sum for term in loss.terms]
     plain = len(sums) == 1 and scales[0] == 1.0
     add_losses, add_metrics = meters.add_losses, meters.add_metrics
@@ -105,26 +111,18 @@ def build_train_step(
             elif as_means:
                 # A division, so that the bits are those of the usual `loss / k`.
                 ratio = total / (count * world)
-                factored = value / ratio
+                factored = value if ratio == 1.0 else value / ratio
             else:
                 factored = value * (world / total)
             shares.append(factored if scale == 1.0 else factored * scale)
         return _add(shares)
 
     def forward(batch: Batch, totals: Sequence[Count] | None) -> tuple[Any, Parts, Tensor, bool]:
-        args, kwargs = batch.args, batch.kwargs
-        try:
-            outputs = module(*args, **kwargs) if kwargs else module(*args)
-        except Exception as exc:
-            _explain_forward(exc, module, batch)
-            raise
-        if type(outputs) is not Tensor:
-            outputs = normalize_outputs(outputs)
         if totals is None:
-            parts = means(outputs, batch)
+            outputs, parts = compute_means(batch)
             return outputs, parts, parts[0][0] if plain else whole(parts), True
         as_means = all(isinstance(total, int) for total in totals)
-        parts = means(outputs, batch) if as_means else totals_of(outputs, batch)
+        outputs, parts = compute_means(batch) if as_means else compute_totals(batch)
         return outputs, parts, share(parts, totals, as_means), as_means
 
     def micro(batch: Batch, totals: Sequence[Count] | None, exchange: bool) -> tuple[Any, Parts]:
@@ -164,14 +162,31 @@ def build_train_step(
         for parameter in every_parameter:
             parameter.grad = None
 
-    update = _build_update(optimizer, parameters, every_parameter, config, scaler, inspect)
+    compiled_step = None if compiled is None else compiled.step
+    update = _build_update(optimizer, compiled_step, parameters, every_parameter, config, scaler, inspect)
     if masters is not None:
         update = _through_masters(update, masters)
-    return TrainStep(micro if no_sync is None else micro_without_exchange, update, clear, join)
+    run_micro = micro if no_sync is None else micro_without_exchange
+    if compiled is not None and compiled.trains:
+        run_micro, update = _timed(compiled, run_micro, update)
+    return TrainStep(run_micro, update, clear, join)
+
+
+def _timed(
+    compiled: Compiled, micro: Callable[..., tuple[Any, Parts]], update: Callable[[], bool]
+) -> tuple[Callable[..., tuple[Any, Parts]], Callable[[], bool]]:
+    timed = compiled.timed("training step", micro)
+
+    def checked(batch: Batch, totals: Sequence[Count] | None, exchange: bool) -> tuple[Any, Parts]:
+        compiled.check_accumulation(exchange)
+        return timed(batch, totals, exchange)
+
+    return checked, update if compiled.step is None else compiled.timed("optimizer step", update)
 
 
 def _build_update(
     optimizer: Optimizer,
+    compiled_step: Callable[[], None] | None,
     parameters: list[nn.Parameter],
     every_parameter: list[nn.Parameter],
     config: FitConfig,
@@ -193,7 +208,10 @@ def _build_update(
     def update() -> bool:
         if clips:
             clip()
-        optimizer.step()
+        if compiled_step is None:
+            optimizer.step()
+        else:
+            compiled_step()
         for parameter in every_parameter:
             parameter.grad = None
         return True
@@ -240,51 +258,42 @@ def build_eval_step(
     meters: Meters,
     precision: Precision,
     device: torch.device,
+    compiled: Compiled | None = None,
 ) -> EvalStep:
     """Build the evaluation step: forward, loss and metrics of one batch, without gradients."""
-    predict = build_predict_step(network, precision, device)
+    compute = computing(network, _no_parts if loss is None else loss.totals)
+    if compiled is not None:
+        compute = compiled.evaluation(compute, loss=True)
     cast = autocast(device, precision)
 
     def step(batch: Batch) -> tuple[Any, Parts]:
-        outputs = predict(batch)
-        parts: Parts = ()
-        if loss is not None:
-            with cast():
-                parts = loss.totals(outputs, batch)
-            meters.add_losses(parts, means=False)
+        with cast():
+            outputs, parts = compute(batch)
+        meters.add_losses(parts, means=False)
         meters.add_metrics(outputs, batch)
         return outputs, parts
 
     return step
 
 
-def build_predict_step(network: nn.Module, precision: Precision, device: torch.device) -> PredictStep:
+def build_predict_step(
+    network: nn.Module, precision: Precision, device: torch.device, compiled: Compiled | None = None
+) -> PredictStep:
     """Build the prediction step: forward of one batch, without gradients."""
+    compute = computing(network, _no_parts)
+    if compiled is not None:
+        compute = compiled.evaluation(compute, loss=False)
     cast = autocast(device, precision)
 
     def step(batch: Batch) -> Any:
         with cast():
-            try:
-                outputs = network(*batch.args, **batch.kwargs)
-            except Exception as exc:
-                _explain_forward(exc, network, batch)
-                raise
-            return normalize_outputs(outputs)
+            return compute(batch)[0]
 
     return step
 
 
-def _explain_forward(exc: Exception, module: nn.Module, batch: Batch) -> None:
-    """Say which network failed, and on what."""
-    inner = getattr(module, "_orig_mod", module)
-    inner = getattr(inner, "module", inner) if isinstance(inner, nn.parallel.DistributedDataParallel) else inner
-    given = [describe(value) for value in batch.args] + [f"{k}={describe(v)}" for k, v in batch.kwargs.items()]
-    hint = ""
-    kinds = {value.dtype for value in [*batch.args, *batch.kwargs.values()]} & {torch.float64, torch.int64, torch.int32}
-    if kinds:
-        kind = str(next(iter(kinds))).removeprefix("torch.")
-        hint = f". The input is {kind}; most networks want float32: use .float() on it"
-    add_note(exc, f"while running {type(inner).__name__}.forward({', '.join(given)}){hint}")
+def _no_parts(outputs: Any, batch: Batch) -> Parts:
+    return ()
 
 
 def detached(outputs: Any) -> Any:

@@ -82,6 +82,7 @@ class Metric:
         self.specs: dict[str, StateSpec] = {}
         self.state: dict[str, Tensor] = {}
         self.lists: dict[str, list[Tensor]] = {}
+        self._waiting: dict[str, float] = {}
         self._bound = False
 
     def name(self) -> str | list[str]:
@@ -129,9 +130,24 @@ class Metric:
             tensor.copy_(self.specs[name].initial())
         for rows in self.lists.values():
             rows.clear()
+        self._waiting.clear()
+
+    def add_on_host(self, name: str, amount: float) -> None:
+        """Add a number that the host knows to a scalar ``sum`` state, without an operator on the device.
+
+        It reaches the state when that is read.
+        """
+        self._waiting[name] = self._waiting.get(name, 0.0) + amount
+
+    def _settle(self) -> None:
+        """Put what :meth:`add_on_host` gathered into the states. The engine calls it before it reads them."""
+        for name, amount in self._waiting.items():
+            self.state[name].add_(amount)
+        self._waiting.clear()
 
     def accumulate(self) -> MetricResult:
         """The result over everything added on this process since :meth:`reset`. For hand-written loops."""
+        self._settle()
         totals: dict[str, Any] = {}
         for name, tensor in self.state.items():
             reduce = self.specs[name].reduce

@@ -125,7 +125,10 @@ class Accuracy(Metric):
         self._add_count(label, keep)
 
     def _add_count(self, label: Tensor, keep: Tensor | None) -> None:
-        self.state["count"].add_(label.numel() if keep is None else keep.sum())
+        if keep is None:
+            self.add_on_host("count", label.numel())
+        else:
+            self.state["count"].add_(keep.sum())
 
     def compute(self, totals: Totals) -> float | list[float]:
         """One share, or one per ``k``; 0.0 where nothing was counted."""

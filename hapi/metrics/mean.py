@@ -56,7 +56,7 @@ class Mean(Metric):
             if value.ndim:
                 self._check(value, rows)
                 self.state["total"].add_(value.sum(dtype=torch.float64))
-                self.state["count"].add_(value.numel())
+                self.add_on_host("count", value.numel())
                 return
         elif isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
             raise TypeError(

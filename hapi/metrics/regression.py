@@ -26,7 +26,7 @@ class _ElementMean(Metric):
         self._to(output.device)
         output, label = paired(self, output, label)
         self.state["total"].add_(self._error(output - label).sum(dtype=torch.float64))
-        self.state["count"].add_(output.numel())
+        self.add_on_host("count", output.numel())
 
     def compute(self, totals: Totals) -> float:
         """The mean; NaN where nothing was added."""
@@ -129,7 +129,7 @@ class R2(Metric):
         self.state["label"].add_(truth.sum(0))
         self.state["label_squared"].add_(truth.square().sum(0))
         self.state["error_squared"].add_((found - truth).square().sum(0))
-        self.state["rows"].add_(found.shape[0])
+        self.add_on_host("rows", found.shape[0])
 
     def compute(self, totals: Totals) -> float:
         """The mean over columns; NaN for fewer than two rows."""

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 import hapi
 from hapi.callbacks import Callback, TensorBoard
+from hapi.callbacks import tensorboard as module
 from hapi.callbacks._graph import graph_of
 from hapi.metrics import ConfusionMatrix
 from tests.callbacks.driver import Driver
 from tests.helpers.launching import sandbox
 from tests.helpers.nets import LeNet, blobs, mlp
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("tensorboardX")
 pytest.importorskip("tensorboard")
@@ -43,8 +45,8 @@ def board_context(folder: Path) -> Any:
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
     from tensorboard.plugins.base_plugin import TBContext
 
-    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
-    return TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(folder)), logdir=str(folder))
+    runs = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    return TBContext(data_provider=MultiplexerDataProvider(runs, str(folder)), logdir=str(folder), multiplexer=runs)
 
 
 def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -281,6 +283,20 @@ def test_a_network_that_cannot_be_drawn(tmp_path: Path, fault: str, capfd: pytes
     assert capfd.readouterr() == ("", "")
 
 
+def _draw_on_a_rank(folder: str) -> list[str]:
+    model = hapi.Model(LeNet()).prepare("sgd", "cross_entropy", amp="bf16", sync_batchnorm=True)
+    data = torch.rand(20, 1, 28, 28), torch.arange(20) % 10
+    model.fit(data, batch_size=5, verbose=0, callbacks=TensorBoard(folder, "run", graph=True))
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.ranks
+def test_rank_0_draws_alone(tmp_path: Path) -> None:
+    run_ranks(_draw_on_a_rank, 2, str(tmp_path))
+    assert len(events(tmp_path / "run")) == 1
+    assert any("Conv2d" in node.name for node in read(tmp_path / "run").Graph().node)
+
+
 # ------------------------------------------------------------------- kills, forks, full disks
 
 KILLED = """
@@ -324,6 +340,51 @@ def test_a_run_that_was_killed_and_resumed_is_one_growing_curve(tmp_path: Path) 
     for tag in ("train/loss", "train/acc", "eval/loss"):
         assert curve(run, tag) == curve(tmp_path / "whole" / "run", tag)
     assert curve(run, "eval/loss")[-1] == (14, np.float32(history["eval_loss"][-1]))
+
+
+@pytest.mark.filterwarnings("ignore:html5lib")  # in the board's own plugins
+def test_a_board_that_is_running_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.scalar.scalars_plugin import ScalarsPlugin
+
+    run = tmp_path / "run"
+    run.mkdir()
+    context = board_context(tmp_path)
+    for begin, steps in ((0, [1, 5, 9, 11]), (8, [10, 12]), (11, [])):
+        board = TensorBoard(tmp_path, "run")
+        board.params = {"metrics": ["loss"]}
+        board.open_run(run, begin, begin > 0)
+        for step in steps:
+            board.write({"train/loss": 100.0 * begin + step}, step)
+        board.close_run()
+        context.multiplexer.AddRunsFromDirectory(str(tmp_path)).Reload()
+    points, _ = ScalarsPlugin(context).scalars_impl(RequestContext(), "train/loss", "run", "", "")
+    assert [(step, value) for _, step, value in points] == [(1, 1.0), (5, 5.0), (10, 810.0)]
+    # On the disk too: not every reader of such files knows of that.
+    unpurged = EventAccumulator(str(run), purge_orphaned_data=False).Reload()
+    left = [event.step for event in unpurged.Scalars("train/loss")]
+    assert left == [1, 5, 10]
+
+
+@pytest.mark.parametrize("torn", [b"", b"\x40", b"\x40\0\0\0\0\0\0\0torn", b"\x01" + b"\0" * 11 + b"\xff" * 5])
+def test_only_own_files_are_cut_and_at_whole_records(tmp_path: Path, torn: bytes) -> None:
+    board = TensorBoard(tmp_path, "run")
+    board.params = {"metrics": ["loss"]}
+    board.open_run(tmp_path, 0, False)
+    board.write({"train/loss": 1.0}, 3)
+    board.close_run()
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    other = tmp_path / "events.out.tfevents.1.host"
+    other.write_bytes(whole + torn)
+    path.write_bytes(whole + torn)
+    module._cut(path, 3)
+    assert path.read_bytes() == whole
+    board.open_run(tmp_path, 2, True)
+    board.close_run()
+    assert 0 < path.stat().st_size < len(whole)
+    assert other.read_bytes() == whole + torn
 
 
 def test_two_files_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

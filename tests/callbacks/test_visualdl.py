@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import os
-import queue
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ import pytest
 
 import hapi
 from hapi.callbacks import VisualDL, visualdl
-from hapi.callbacks._vdlrecords import load, newest, records, whole
+from hapi.callbacks._vdlrecords import frame, load, newest, records, whole
 from tests.callbacks.driver import Driver
 from tests.helpers.launching import sandbox
 from tests.helpers.nets import blobs, mlp
@@ -133,7 +132,10 @@ def test_a_histogram_counts_every_value(opened: VisualDL, tmp_path: Path, values
     found = written(tmp_path)[-1]
     assert (found.id, len(found.histogram.hist), len(found.histogram.bin_edges)) == (3, 64, 65)
     assert sum(found.histogram.hist) == len(values)
-    assert np.isfinite(found.histogram.bin_edges).all()
+    edges = np.array(found.histogram.bin_edges)
+    assert np.isfinite(edges).all()
+    assert (edges[:-1] <= edges[1:]).all()
+    assert edges[0] < edges[-1]
 
 
 @pytest.mark.parametrize("top", [0, 1, 2, 255])
@@ -268,21 +270,24 @@ def test_neither_do_flush_and_close(tmp_path: Path, disk: Disk, call: str) -> No
 def test_after_an_error_nothing_is_written_and_the_next_call_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: queue.Queue[bytes] = queue.Queue()
+    tried: list[bytes] = []
+    handed_over = threading.Event()
 
     def full(file: Any, data: bytes) -> None:
-        tried.put(data)
+        handed_over.wait()
+        tried.append(data)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(visualdl, "_append", full)
     file = visualdl._RecordFile(tmp_path / "vdlrecords.1.log")
-    file.add(b"first")
-    tried.get(timeout=5)
+    for record in (b"first", b"second", b"third"):
+        file.add(record)
+    handed_over.set()
     for _ in range(2):
         with pytest.raises(OSError, match="No space left"):
             file.flush()
     file.close()
-    assert tried.empty()
+    assert tried == [frame(b"first")]
 
 
 def test_a_record_that_does_not_fit_leaves_the_file_as_it_was(tmp_path: Path) -> None:

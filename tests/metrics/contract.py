@@ -39,6 +39,8 @@ def merge(metrics: Sequence[Metric]) -> dict[str, Any]:
         if spec.reduce == "cat":
             totals[name] = cat_rows([row for metric in metrics for row in metric.lists[name]])
             continue
+        for metric in metrics:
+            metric._settle()
         stacked = torch.stack([metric.state[name] for metric in metrics])
         if callable(spec.reduce):
             totals[name] = spec.reduce(stacked)

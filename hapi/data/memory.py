@@ -1,0 +1,251 @@
+"""Data that lies in memory: a whole batch is one gather.
+
+A host computes on what ``gather`` gives. For other devices bytes stay bytes on the way: rows are gathered as they lie,
+moved, and finished there (:class:`InMemory`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from hapi.data.loader import describe, leaves, map_tree
+
+__all__ = ["InMemory", "Resident", "Rows", "accelerated", "arrays_gather", "dataset_gather", "transformed"]
+
+Gather = Callable[[Tensor | slice], Any]
+
+
+def accelerated(device: torch.device) -> bool:
+    """Whether batches have to be moved to get there."""
+    return device.type != "cpu"
+
+
+class Rows(NamedTuple):
+    """Rows as they lie in memory; ``finish(*fields)`` makes the batch of them, on whatever device they are."""
+
+    fields: tuple[Tensor, ...]
+    finish: Callable[..., Any]
+
+
+class InMemory:
+    """Tensors that batches are gathered from.
+
+    Args:
+        tree: A tensor, or nested tuples, lists and dicts of them; the first dimension is the sample.
+        finish: Makes the batch of the gathered tensors of a flat tuple, on the device they lie on. None: they are it.
+        chosen: int64 ``[N]``: which rows of the tree are the data, in its order. None: all.
+    """
+
+    def __init__(self, tree: Any, finish: Callable[..., Any] | None = None, chosen: Tensor | None = None) -> None:
+        self.tree = tree
+        self.finish = finish
+        self.chosen = chosen
+
+    @staticmethod
+    def of(dataset: Any) -> InMemory | None:
+        """Of a TensorDataset, a dataset with ``tensors`` and ``finish`` (hapi.datasets), or a Subset of one."""
+        if type(dataset) is TensorDataset:
+            return InMemory(tuple(dataset.tensors))
+        if type(dataset) is Subset:
+            inner = InMemory.of(dataset.dataset)
+            return None if inner is None else inner.subset(_positions(dataset))
+        if _own(dataset, "finish", "gather", "__getitem__", "__getitems__") and not transformed(dataset):
+            return InMemory(tuple(dataset.tensors), dataset.finish)
+        return None
+
+    def subset(self, positions: Tensor) -> InMemory:
+        """The rows at ``positions`` (int64)."""
+        chosen = positions if self.chosen is None else self.chosen[positions]
+        return InMemory(self.tree, self.finish, chosen)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where all tensors lie; None where they lie in several places."""
+        devices = {leaf.device for leaf in leaves(self.tree)}
+        return devices.pop() if len(devices) == 1 else None
+
+    @property
+    def bytes(self) -> int:
+        """What a copy takes."""
+        each = (
+            math.prod(leaf.shape[1:]) * leaf.element_size() * (len(leaf) if self.chosen is None else len(self.chosen))
+            for leaf in leaves(self.tree)
+        )
+        return sum(each)
+
+    def to(self, device: torch.device) -> InMemory:
+        """A copy on the device, of the chosen rows only."""
+        chosen = self.chosen
+        tree = self.tree
+        if chosen is not None:
+            tree = map_tree(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), tree)
+        return InMemory(map_tree(lambda leaf: leaf.to(device), tree), self.finish)
+
+    def batch(self, index: Tensor | slice) -> Any:
+        """The finished batch at ``index`` (an int64 tensor on the tensors' device, or a slice), where the rows lie.
+
+        Shares no memory with them: a network may write into its input.
+        """
+        index = self._chosen(index)
+        rows = map_tree(lambda leaf: _taken(leaf, index), self.tree)
+        return rows if self.finish is None else self.finish(*rows)
+
+    def pinned(self, index: Tensor | slice) -> Any:
+        """The rows at ``index`` in page-locked memory, unfinished: :class:`Rows` where there is something to finish."""
+        index = self._chosen(index)
+        rows = map_tree(lambda leaf: _taken_pinned(leaf, index), self.tree)
+        return rows if self.finish is None else Rows(rows, self.finish)
+
+    def unfinished(self, index: Tensor | slice) -> Any:
+        """As :meth:`pinned`, in ordinary memory, for devices that know no other."""
+        index = self._chosen(index)
+        rows = map_tree(lambda leaf: _taken(leaf, index), self.tree)
+        return rows if self.finish is None else Rows(rows, self.finish)
+
+    def _chosen(self, index: Tensor | slice) -> Tensor | slice:
+        return index if self.chosen is None else _taken(self.chosen, index)
+
+
+def _taken(leaf: Tensor, index: Tensor | slice) -> Tensor:
+    return leaf[index].clone() if isinstance(index, slice) else leaf.index_select(0, index)
+
+
+def _taken_pinned(leaf: Tensor, index: Tensor | slice) -> Tensor:
+    # torch's page-locked memory comes from a cache that gives it out anew only when the copies out of it have ended.
+    if isinstance(index, slice):
+        part = leaf[index]
+        return torch.empty(part.shape, dtype=leaf.dtype, pin_memory=True).copy_(part)
+    out = torch.empty((len(index), *leaf.shape[1:]), dtype=leaf.dtype, pin_memory=True)
+    return torch.index_select(leaf, 0, index, out=out)
+
+
+class Resident:
+    """Moves in-memory data to the device once, where that is wanted.
+
+    Args:
+        wanted: True, False, or ``"auto"``: where it takes at most half of the device's free memory.
+        device: Where to. On a host there is nothing to move.
+        where: Whose argument it is, for messages.
+
+    Raises:
+        ValueError: ``wanted`` is none of these.
+    """
+
+    def __init__(self, wanted: bool | str, device: torch.device, where: str) -> None:
+        if not isinstance(wanted, bool) and wanted != "auto":
+            raise ValueError(f"{where}: keep_on_device={wanted!r}; accepted: False, True, 'auto'")
+        self.wanted = wanted if accelerated(device) else False
+        self.device = device
+        self._kept: dict[int, tuple[Any, InMemory | None]] = {}
+
+    def __call__(self, data: Any, lying: InMemory | None, what: str) -> InMemory | None:
+        """``lying`` on the device; None where it stays where it is. The same ``data`` is moved once only.
+
+        Raises:
+            ValueError: It was asked for, but the data does not lie in memory, or does not fit.
+        """
+        if not self.wanted:
+            return None
+        if id(data) not in self._kept:
+            # The data is kept too: its id stays taken.
+            self._kept[id(data)] = data, self._moved(data, lying, what)
+        return self._kept[id(data)][1]
+
+    def _moved(self, data: Any, lying: InMemory | None, what: str) -> InMemory | None:
+        if lying is None:
+            if self.wanted == "auto":
+                return None
+            raise ValueError(
+                f"{what} is {describe(data)}, which does not lie in memory as it is used; keep_on_device=True takes "
+                "arrays, a TensorDataset, or a dataset of hapi.datasets without a transform"
+            )
+        free = free_memory(self.device)
+        if self.wanted == "auto" and (free is None or lying.bytes > free / 2):
+            return None
+        if free is not None and lying.bytes > free:
+            raise ValueError(
+                f"keep_on_device=True: {what} takes {_gib(lying.bytes)}, but {self.device} has {_gib(free)} free; "
+                "give False or 'auto'"
+            )
+        return lying.to(self.device)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes on a device; None where that is not known."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def arrays_gather(tree: Any) -> Gather:
+    """The gather function of a tree of tensors. Flat tuples, the common case, get a function without recursion."""
+    if isinstance(tree, tuple) and all(isinstance(leaf, Tensor) for leaf in tree):
+
+        def gather_flat(index: Tensor | slice) -> tuple[Tensor, ...]:
+            if isinstance(index, slice):
+                return tuple([leaf[index] for leaf in tree])
+            return tuple([leaf.index_select(0, index) for leaf in tree])
+
+        return gather_flat
+
+    def gather(index: Tensor | slice) -> Any:
+        if isinstance(index, slice):
+            return map_tree(lambda leaf: leaf[index], tree)
+        return map_tree(lambda leaf: leaf.index_select(0, index), tree)
+
+    return gather
+
+
+def dataset_gather(dataset: Any) -> Gather | None:
+    """The gather function of a dataset that lies in host memory, or None.
+
+    A TensorDataset, a dataset with a ``gather(index)`` method (hapi.datasets), or a Subset of one. A transform runs
+    sample by sample, with generators of its own: no gather.
+    """
+    if type(dataset) is TensorDataset:
+        if any(leaf.device.type != "cpu" for leaf in dataset.tensors):
+            return None
+        return arrays_gather(tuple(dataset.tensors))
+    if type(dataset) is Subset:
+        inner = dataset_gather(dataset.dataset)
+        if inner is None:
+            return None
+        chosen = _positions(dataset)
+        return lambda index: inner(chosen[index])
+    if _own(dataset, "gather", "__getitem__", "__getitems__") and not transformed(dataset):
+        gather: Gather = dataset.gather
+        return gather
+    return None
+
+
+def transformed(dataset: Any) -> bool:
+    """Whether a transform makes its samples."""
+    return getattr(dataset, "transform", None) is not None
+
+
+def _own(dataset: Any, name: str, *others: str) -> bool:
+    """Whether the method is as new as the others: one that a subclass overrode says what the samples are."""
+    if name in getattr(dataset, "__dict__", {}):
+        return True
+    for owner in type(dataset).__mro__:
+        if name in vars(owner):
+            return True
+        if any(other in vars(owner) for other in others):
+            return False
+    return False
+
+
+def _positions(subset: Subset[Any]) -> Tensor:
+    indices: Any = subset.indices
+    if not isinstance(indices, (Tensor, np.ndarray)):
+        indices = list(indices)
+    return torch.as_tensor(indices, dtype=torch.int64)
