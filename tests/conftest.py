@@ -23,6 +23,14 @@ def _close_ranks() -> Iterator[None]:
     close_pool()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Packages that make folders in the home folder when they are imported (visualdl, matplotlib) make them here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)

@@ -26,7 +26,22 @@ ALLOWED: dict[str, set[str]] = {
     "board": {"callbacks", "distributed"},
     "__init__": {"callbacks", "data", "datasets", "distributed", "engine", "metrics", "model", "summary"},
 }
-HEAVY = {"visualdl", "tensorboardX", "tensorboard", "pandas", "matplotlib", "torchmetrics", "sklearn", "PIL", "onnx"}
+HEAVY = {
+    "visualdl",
+    "tensorboardX",
+    "tensorboard",
+    "pandas",
+    "matplotlib",
+    "torchmetrics",
+    "sklearn",
+    "PIL",
+    "onnx",
+} | {
+    "wandb",
+    "mlflow",
+    "pynvml",
+    "psutil",
+}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 

@@ -16,9 +16,13 @@ from hapi.engine import compile as engine_compile
 from tests.helpers.nets import blobs, mlp, weight_gap
 from tests.helpers.ranks import run_ranks
 
+# torch's own, when Inductor is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
 X, Y = blobs(52)  # 7 batches of 8, the last of 4
-# The same float32 arithmetic in another order, over 14 steps.
-TOLERANCE = 1e-5
+# Over 14 steps: the same float32 arithmetic in another order. In a compiled step Adam's bias correction, 1 - 0.999**t,
+# is computed in float32 as well, instead of Python's float64: at t = 1 it has 4 digits.
+TOLERANCE = {"all": 1e-5, "eval": 0.0, "step": 5e-4}
 
 
 class Counting:
@@ -42,15 +46,16 @@ def train(model: hapi.Model, **options: Any) -> dict[str, Any]:
     return model.fit((X, Y), (X, Y), **arguments).history
 
 
-def same_history(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6) for name in a)
+def same_history(a: dict[str, Any], b: dict[str, Any], what: str = "all") -> bool:
+    close = {"rel": max(1e-5, TOLERANCE[what]), "abs": 1e-6}
+    return a.keys() == b.keys() and all(a[name] == pytest.approx(b[name], **close) for name in a)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipping": {"clip_grad_norm": 0.1},
     "scheduler": {"scheduler": "cosine"},
-    "class weights": {"class_weight": {0: 2.0, 1: 0.5}},
+    "class weights": {"class_weight": {0: 2.0, 1: 0.5, 2: 1.0}},
     "bf16": {"amp": "bf16"},
     "bf16 master weights": {"amp": {"level": "O2", "dtype": "bf16"}},
 }
@@ -63,8 +68,10 @@ def test_losses_metrics_and_weights_are_those_of_the_uncompiled_run(what: str, c
     plain, compiled = mlp(), mlp()
     expected = train(prepared(plain, **OPTIONS[case]))
     found = train(prepared(compiled, compile={"what": what, "backend": backend}, **OPTIONS[case]))
-    assert same_history(found, expected)
-    assert weight_gap(plain.state_dict(), compiled.state_dict()) < TOLERANCE
+    assert same_history(found, expected, what)
+    # Master weights are rounded to bfloat16, whose last digit is 2**-10 at 0.25.
+    rounding = 2**-9 if "master" in case else 0.0
+    assert weight_gap(plain.state_dict(), compiled.state_dict()) <= TOLERANCE[what] + rounding
     assert list(plain.state_dict()) == list(compiled.state_dict())
     assert backend.graphs > 0
 
@@ -100,18 +107,19 @@ def test_accumulation_weighs_as_before(labels_weigh: bool) -> None:
     for net, compile in zip(nets, (False, {"backend": Counting()}), strict=True):
         model = hapi.Model(net, device="cpu").prepare(torch.optim.SGD(net.parameters(), 0.1), loss, compile=compile)
         train(model, accumulate_grad_batches=3)
-    assert weight_gap(nets[0].state_dict(), nets[1].state_dict()) < TOLERANCE
+    assert weight_gap(nets[0].state_dict(), nets[1].state_dict()) < TOLERANCE["all"]
 
 
 def test_inductor_trains_with_a_compiled_step_and_says_how_long_it_took(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # Inductor sets it, and leaves it set
     plain, compiled = mlp(), mlp()
     expected = train(prepared(plain, scheduler="cosine"))
     model = prepared(compiled, scheduler="cosine", compile="step")
     found = train(model, verbose=2)
-    assert same_history(found, expected)
-    assert weight_gap(plain.state_dict(), compiled.state_dict()) < TOLERANCE
+    assert same_history(found, expected, "step")
+    assert weight_gap(plain.state_dict(), compiled.state_dict()) < TOLERANCE["step"]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Compiled")]
     assert [line.split(":")[0] for line in lines] == [
         "Compiled the training step",
@@ -126,21 +134,20 @@ def test_inductor_trains_with_a_compiled_step_and_says_how_long_it_took(
     assert weight_gap(other.network.state_dict(), compiled.state_dict()) == 0
 
 
-class Branching(nn.Module):
+class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         out = self.inner(x)
-        torch._dynamo.graph_break()
-        return {"scores": out}
+        return {"a": out, "b": out * 2}
 
 
 def test_outputs_in_a_dict_and_several_losses() -> None:
     torch.manual_seed(3)
-    nets = [Branching()]
-    nets.append(Branching())
+    nets = [TwoHeads()]
+    nets.append(TwoHeads())
     nets[1].load_state_dict(nets[0].state_dict())
     losses = {"a": nn.CrossEntropyLoss(), "b": nn.CrossEntropyLoss(label_smoothing=0.1)}
     histories = []
@@ -149,7 +156,7 @@ def test_outputs_in_a_dict_and_several_losses() -> None:
         model.prepare(torch.optim.SGD(net.parameters(), 0.1), losses, loss_weights=[1.0, 0.5], compile=compile)
         histories.append(train(model))
     assert same_history(*histories)
-    assert weight_gap(nets[0].state_dict(), nets[1].state_dict()) < TOLERANCE
+    assert weight_gap(nets[0].state_dict(), nets[1].state_dict()) < TOLERANCE["all"]
 
 
 @pytest.mark.parametrize("phase", ["fit", "evaluate"])
@@ -228,7 +235,7 @@ def test_with_graphs_a_short_batch_runs_uncompiled_and_gradients_are_not_kept() 
     model = prepared(net)
     model._compiled = engine_compile.Compiled(choice, net, net, model._loss, model._optimizer)
     assert same_history(train(model), expected)
-    assert weight_gap(plain.state_dict(), net.state_dict()) < TOLERANCE
+    assert weight_gap(plain.state_dict(), net.state_dict()) < TOLERANCE["all"]
     assert set(backend.rows) == {8, 13}, "only full batches, of training and of evaluation"
     with pytest.raises(ValueError, match="they cannot be accumulated"):
         train(model, accumulate_grad_batches=2)
@@ -246,5 +253,5 @@ def test_two_ranks() -> None:
     plain, compiled = run_ranks(_train_on_a_rank, 2, False), run_ranks(_train_on_a_rank, 2, True)
     for (expected, weights, _), (found, mine, graphs) in zip(plain, compiled, strict=True):
         assert same_history(found, expected)
-        assert weight_gap(weights, mine) < TOLERANCE
+        assert weight_gap(weights, mine) < TOLERANCE["all"]
         assert graphs > 0

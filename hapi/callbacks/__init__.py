@@ -1,8 +1,8 @@
 """Callbacks: what ``fit``, ``evaluate`` and ``predict`` tell, and what can be asked of them on the way."""
 
 from hapi.callbacks.base import Callback
-from hapi.callbacks.board import BoardLogger
 from hapi.callbacks.batch_size_finder import BatchSizeFinder
+from hapi.callbacks.board import BoardLogger
 from hapi.callbacks.checkpoint import ModelCheckpoint
 from hapi.callbacks.csv import CSV
 from hapi.callbacks.csv_logger import CSVLogger

@@ -15,8 +15,9 @@ from hapi.callbacks.checks import flag, whole
 from hapi.callbacks.logger import Logger
 from hapi.engine.state import Logs
 
-__all__ = ["BoardLogger"]
+__all__ = ["BoardLogger", "bucket_edges", "utf8"]
 
+_BUCKETS = 64
 _MOST_VALUES = 1_000_000  # of a tensor, for its histogram
 
 
@@ -287,3 +288,17 @@ def _words(values: Any, count: int, names: Callable[[int], list[str]]) -> list[s
         return [f"{value:.3g}" for value in flat]
     known = names(max([0, *flat]) + 1)
     return [known[int(value)] if value >= 0 else str(value) for value in flat]
+
+
+def bucket_edges(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Equal buckets over the values. numpy's own choice fails where they are nearly equal, or of any size."""
+    low, high = float(values.min()), float(values.max())
+    if low == high:
+        margin = max(0.5, abs(low) / 1000)
+        low, high = low - margin, high + margin
+    return 2 * np.linspace(low / 2, high / 2, _BUCKETS + 1)
+
+
+def utf8(text: str) -> str:
+    """Without what protobuf refuses: halves of surrogate pairs."""
+    return text.encode("utf-8", "replace").decode("utf-8")

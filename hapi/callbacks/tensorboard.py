@@ -21,13 +21,12 @@ import numpy as np
 
 from hapi.callbacks._graph import graph_of
 from hapi.callbacks._table import write_all
-from hapi.callbacks.board import BoardLogger
+from hapi.callbacks.board import BoardLogger, bucket_edges, utf8
 from hapi.callbacks.checks import flag
 from hapi.engine.state import Logs
 
 __all__ = ["TensorBoard"]
 
-_BINS = 64
 _SUFFIX = ".hapi"  # tells the files apart from those of a user's own writer
 
 
@@ -136,7 +135,7 @@ class TensorBoard(BoardLogger):
         """Write the run's line in the table of hyper-parameters."""
         from tensorboardX.summary import hparams
 
-        plain = {_utf8(name): _plain(value) for name, value in values.items()}
+        plain = {utf8(name): _plain(value) for name, value in values.items()}
         for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
             self._add(0, summary=summary)
 
@@ -145,7 +144,7 @@ class TensorBoard(BoardLogger):
         from tensorboardX.summary import histogram
 
         with np.errstate(over="ignore"):  # the sum of squares
-            self._add(step, summary=histogram(tag, values, _edges(values)))
+            self._add(step, summary=histogram(tag, values, bucket_edges(values)))
 
     def write_image(self, tag: str, image: np.ndarray[Any, Any], step: int) -> None:
         """Write a picture, as PNG."""
@@ -157,7 +156,7 @@ class TensorBoard(BoardLogger):
         """Write a text, which TensorBoard shows as Markdown."""
         from tensorboardX.summary import text as markdown
 
-        self._add(step, summary=markdown(_utf8(tag), _utf8(text)))
+        self._add(step, summary=markdown(utf8(tag), utf8(text)))
 
     def close_run(self) -> None:
         """Close the file."""
@@ -251,25 +250,11 @@ def _cut(path: Path, step: int) -> None:
         os.truncate(path, end)
 
 
-def _edges(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Equal buckets over the values. numpy's own choice fails where they are nearly equal, or of any size."""
-    low, high = float(values.min()), float(values.max())
-    if low == high:
-        margin = max(0.5, abs(low) / 1000)
-        low, high = low - margin, high + margin
-    return 2 * np.linspace(low / 2, high / 2, _BINS + 1)
-
-
 def _plain(value: int | float | str) -> float | str:
     """What a record of hyper-parameters can hold."""
     if isinstance(value, str) or not -1e300 < value < 1e300:
-        return _utf8(str(value))
+        return utf8(str(value))
     return float(value)
-
-
-def _utf8(text: str) -> str:
-    """Without what protobuf refuses: halves of surrogate pairs."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _layout(names: Sequence[str]) -> dict[str, dict[str, list[Any]]]:

@@ -18,13 +18,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hapi.callbacks._vdlrecords import NAME, frame, load, newest, repair
-from hapi.callbacks.board import BoardLogger
+from hapi.callbacks.board import BoardLogger, bucket_edges, utf8
 
 __all__ = ["VisualDL"]
 
 _QUEUE = 1000  # records
 _STALL_S = 30.0  # how long training waits for the disk
-_BUCKETS = 64
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -101,7 +100,7 @@ class VisualDL(BoardLogger):
             repair(path, step if resumed else None)
         self._file = _RecordFile(path)
         if path.stat().st_size == 0:
-            self._add("meta_data", display_name=_utf8(folder.name))
+            self._add("meta_data", display_name=utf8(folder.name))
 
     def write(self, values: dict[str, float], step: int) -> None:
         """Write one scalar per value."""
@@ -110,12 +109,12 @@ class VisualDL(BoardLogger):
 
     def write_hparams(self, values: dict[str, int | float | str], metrics: list[str]) -> None:
         """Write them for the board's page of hyper-parameters."""
-        plain = {_utf8(name): _plain(value) for name, value in values.items()}
+        plain = {utf8(name): _plain(value) for name, value in values.items()}
         self._add("hparam", self._file.path.name, plain, [_tag(tag) for tag in metrics])
 
     def write_histogram(self, tag: str, values: np.ndarray[Any, Any], step: int) -> None:
         """Write a histogram of 64 buckets."""
-        counts, edges = np.histogram(values, _edges(values))
+        counts, edges = np.histogram(values, bucket_edges(values))
         self._add("histogram", _tag(tag), counts, edges, int(step))
 
     def write_image(self, tag: str, image: np.ndarray[Any, Any], step: int) -> None:
@@ -127,7 +126,7 @@ class VisualDL(BoardLogger):
 
     def write_text(self, tag: str, text: str, step: int) -> None:
         """Write a text."""
-        self._add("text", _tag(tag), _utf8(text), int(step))
+        self._add("text", _tag(tag), utf8(text), int(step))
 
     def flush(self) -> None:
         """Wait until all is written."""
@@ -229,26 +228,12 @@ def _append(file: Any, data: bytes) -> None:
         raise
 
 
-def _edges(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Equal buckets over the values. numpy's own choice fails where they are nearly equal, or of any size."""
-    low, high = float(values.min()), float(values.max())
-    if low == high:
-        margin = max(0.5, abs(low) / 1000)
-        low, high = low - margin, high + margin
-    return 2 * np.linspace(low / 2, high / 2, _BUCKETS + 1)
-
-
 def _plain(value: int | float | str) -> int | float | str:
     """What a record of hyper-parameters can hold."""
     if isinstance(value, float) or (type(value) is int and value in _INT64):
         return value
-    return _utf8(str(value))
+    return utf8(str(value))
 
 
 def _tag(tag: str) -> str:
-    return _utf8(tag).replace("%", "_")  # the board's own sign for "/"
-
-
-def _utf8(text: str) -> str:
-    """Without what protobuf refuses: halves of surrogate pairs."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return utf8(tag).replace("%", "_")  # the board's own sign for "/"

@@ -246,6 +246,7 @@ def _own(dataset: Any, name: str, *others: str) -> bool:
 
 def _positions(subset: Subset[Any]) -> Tensor:
     indices: Any = subset.indices
-    if not isinstance(indices, (Tensor, np.ndarray)):
-        indices = list(indices)
+    if not isinstance(indices, Tensor):
+        # torch takes no array that is read backwards.
+        indices = np.ascontiguousarray(indices) if isinstance(indices, np.ndarray) else list(indices)
     return torch.as_tensor(indices, dtype=torch.int64)

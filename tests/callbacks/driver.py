@@ -80,6 +80,7 @@ class Driver:
             gradients=lambda: [(name, p.grad) for name, p in network.named_parameters()],
             example=lambda: None,
             evaluated=None,
+            notes=[],
             average=None,
             trials=SimpleNamespace(
                 losses=self._try,

@@ -69,6 +69,11 @@ class Eager(Sampler[list[int]]):
         return 5
 
 
+class EagerLists(Eager):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([part.tolist() for part in super().__iter__()])  # type: ignore[attr-defined]
+
+
 class Epochs(SequentialSampler):
     """Begins where its epoch says."""
 
@@ -82,10 +87,10 @@ class Epochs(SequentialSampler):
 
 
 class Numbers(Sampler[Any]):
-    """numpy's integers, negative ones, and one that only the dataset itself understands."""
+    """numpy's integers, and negative ones."""
 
     def __iter__(self) -> Iterator[Any]:
-        yield from (np.int64(3), -1, 5, -ROWS, np.int32(2), True, 4)
+        yield from (np.int64(3), -1, 5, -ROWS, np.int32(2), 4, 7)
 
     def __len__(self) -> int:
         return 7
@@ -120,7 +125,7 @@ LOADERS: dict[str, Make] = {
     "random_split": lambda: DataLoader(random_split(tensors(), [19, 10], seeded(5))[1], 4, shuffle=True),
     "workers": lambda: DataLoader(tensors(), 4, shuffle=True, num_workers=2),
     "workers, lazy draws": lambda: DataLoader(tensors(), 4, sampler=Lazy(), num_workers=1, prefetch_factor=3),
-    "workers, eager draws": lambda: DataLoader(tensors(), batch_sampler=Eager(), num_workers=1),
+    "workers, eager draws": lambda: DataLoader(tensors(), batch_sampler=EagerLists(), num_workers=1),
     "persistent workers": lambda: DataLoader(
         images(), 4, sampler=Lazy(), num_workers=1, prefetch_factor=1, persistent_workers=True
     ),
@@ -256,9 +261,7 @@ OTHERS: dict[str, Make] = {
     "a wrapper": lambda: DataLoader(Wrapper(images()), 8),
     "a tensor's subclass": lambda: DataLoader(TensorDataset(torch.rand(9, 2).as_subclass(MyTensor)), 8),
     "gradients": lambda: DataLoader(TensorDataset(torch.rand(9, 2, requires_grad=True)), 8),
-    "channels last": lambda: DataLoader(
-        TensorDataset(torch.rand(9, 2, 3, 3).to(memory_format=torch.channels_last)), 8
-    ),
+    "channels last": lambda: DataLoader(TensorDataset(torch.rand(9, 2, 3, 3).to(memory_format=torch.channels_last)), 8),
 }
 
 
