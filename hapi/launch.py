@@ -7,6 +7,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -93,5 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(exc, ValueError) else 1
 
 
+def command() -> None:
+    """The process: :func:`main`, whose exit code stays what it is if a signal comes while Python shuts down."""
+    code = main()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
