@@ -17,8 +17,8 @@ check: $(STAMP)  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## short form of the benchmarks
-	$(BIN)/python benchmarks/overhead.py
+bench: $(STAMP)  ## short form of the benchmarks: hapi against loops by hand, some minutes
+	$(BIN)/python benchmarks/train.py --short
 
 soak: $(STAMP)  ## kill runs at random moments, many times: minutes to an hour
 	$(BIN)/python benchmarks/resume_soak.py --kills 20

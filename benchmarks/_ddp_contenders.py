@@ -1,4 +1,4 @@
-"""The contenders of ddp.py, each as its users write it, and the gate where their ranks wait for their turn.
+"""The contenders of ddp.py, each as its users write it, and how their collectives are counted.
 
 Runs in the environment of the contender's framework: imports torch, and the framework in the function that needs it.
 
@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
-import os
-import resource
 import socket
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from _gate import Gate, Order, Report
+from _nets import LeNet, MapImages
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -43,76 +41,24 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class Gate:
-    """Where a rank waits for its turn: at the top of the net's forward, the one place that all contenders pass.
-
-    Args:
-        channel: The connection to the parent.
-    """
+class CountingGate(Gate):
+    """A gate that can count a turn's collectives."""
 
     def __init__(self, channel: socket.socket) -> None:
-        self.lines = channel.makefile("rw", encoding="utf-8")
-        self.left = 0
-        self.cpu, self.faults = 0.0, 0
+        super().__init__(channel)
         self.counting: Collectives | None = None
 
-    def __call__(self) -> None:
-        if self.left == 0:
-            self._turn()
-        self.left -= 1
-
-    def _turn(self) -> None:
-        did: dict[str, Any] = {"cpu": time.process_time() - self.cpu, "faults": _faults() - self.faults}
-        if self.counting:
-            self.counting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        did["collectives"] = self.counting.counts if self.counting else {}
-        try:
-            self.lines.write(json.dumps(did) + "\n")
-            self.lines.flush()
-            line = self.lines.readline()
-        except OSError:
-            line = ""
-        if not line:  # the parent has no more turns, or is gone
-            sys.stdout.flush()
-            os._exit(0)
-        order = json.loads(line)
-        self.left, self.counting = order["steps"], Collectives() if order["count"] else None
-        if self.counting:
+    def begin(self, order: Order) -> None:
+        if order.get("count"):
+            self.counting = Collectives()
             self.counting.__enter__()  # type: ignore[no-untyped-call]
-        self.cpu, self.faults = time.process_time(), _faults()
 
-
-def _faults() -> int:
-    """Page faults of this process so far: nearly all are large buffers that malloc gave back and asks for again."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-class LeNet(nn.Module):
-    def __init__(self, gate: Callable[[], None]) -> None:
-        super().__init__()
-        self.gate = gate
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)
-        )
-        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10))
-
-    def forward(self, image: Tensor) -> Tensor:
-        self.gate()
-        logits: Tensor = self.classifier(self.features(image))
-        return logits
-
-
-class MapImages(Dataset[tuple[Tensor, int]]):
-    """Bytes in memory, one float32 image at a time: what most people write."""
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index].float() / 255, int(self.labels[index])
+    def end(self, order: Order) -> Report:
+        counting, self.counting = self.counting, None
+        if counting is None:
+            return super().end(order)
+        counting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return {**super().end(order), "collectives": counting.counts}
 
 
 Images = tuple[Tensor, Tensor]  # uint8 [N, 1, 28, 28], int64 [N]
@@ -261,7 +207,7 @@ CONTENDERS: dict[str, Callable[[str, Images, Gate], None]] = {
 
 
 def main(name: str, images: str, channel: str) -> None:
-    gate = Gate(socket.socket(fileno=int(channel)))
+    gate = CountingGate(socket.socket(fileno=int(channel)))
     torch.manual_seed(0)
     CONTENDERS[name](name.partition("/")[2], tuple(torch.load(images, weights_only=True)), gate)
 

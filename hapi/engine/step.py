@@ -18,6 +18,7 @@ from hapi.engine.forward import Parts, computing
 from hapi.engine.loss import Count, LossFunction, normalize_outputs
 from hapi.engine.master import MasterWeights
 from hapi.engine.meters import Meters
+from hapi.engine.quick_step import quick_step
 from hapi.errors import add_note
 
 __all__ = ["EvalStep", "PredictStep", "TrainStep", "autocast", "build_eval_step", "build_train_step"]
@@ -168,17 +169,20 @@ def build_train_step(
         update = _through_masters(update, masters)
     run_micro = micro if no_sync is None else micro_without_exchange
     if compiled is not None and compiled.trains:
-        run_micro, update = _timed(compiled, run_micro, update)
+        run_micro, update = _timed(compiled, run_micro, update, every_parameter)
     return TrainStep(run_micro, update, clear, join)
 
 
 def _timed(
-    compiled: Compiled, micro: Callable[..., tuple[Any, Parts]], update: Callable[[], bool]
+    compiled: Compiled,
+    micro: Callable[..., tuple[Any, Parts]],
+    update: Callable[[], bool],
+    parameters: Sequence[nn.Parameter],
 ) -> tuple[Callable[..., tuple[Any, Parts]], Callable[[], bool]]:
     timed = compiled.timed("training step", micro)
 
     def checked(batch: Batch, totals: Sequence[Count] | None, exchange: bool) -> tuple[Any, Parts]:
-        compiled.check_accumulation(exchange)
+        compiled.check_gradients(parameters)
         return timed(batch, totals, exchange)
 
     return checked, update if compiled.step is None else compiled.timed("optimizer step", update)
@@ -204,14 +208,12 @@ def _build_update(
             nn.utils.clip_grad_value_(parameters, clip_value)
 
     clips = clip_norm is not None or clip_value is not None or inspect is not None
+    take_step = quick_step(optimizer) if compiled_step is None else compiled_step
 
     def update() -> bool:
         if clips:
             clip()
-        if compiled_step is None:
-            optimizer.step()
-        else:
-            compiled_step()
+        take_step()
         for parameter in every_parameter:
             parameter.grad = None
         return True
