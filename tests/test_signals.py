@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,3 +238,43 @@ def test_a_write_that_fails_ends_the_fit_with_its_error(tmp_path: Path, monkeypa
         model.fit(blobs(6400), batch_size=8, verbose=0, save_dir=tmp_path, save_every_n_steps=3, epochs=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert checkpoint.damage(tmp_path / "final") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+def test_reader_processes_end_with_a_killed_run(tmp_path: Path) -> None:
+    script = """
+        import os, pathlib, time, torch, hapi
+
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self): return 1000
+            def __getitem__(self, index):
+                pathlib.Path(f"reader.{os.getpid()}").touch()
+                time.sleep(0.01)
+                return torch.zeros(8), 0
+
+        net = torch.nn.Linear(8, 2)
+        model = hapi.Model(net).prepare("sgd", "cross_entropy")
+        model.fit(Slow(), batch_size=4, num_workers=2, verbose=0)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    env = {**os.environ, "PYTHONPATH": str(Path(hapi.__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, "train.py"], cwd=tmp_path, env=env)
+
+    def reading() -> list[int]:
+        found = []
+        for path in tmp_path.glob("reader.*"):
+            try:
+                stat = Path(f"/proc/{path.suffix[1:]}/stat").read_text()
+            except FileNotFoundError:
+                continue
+            if stat.rsplit(")", 1)[1].split()[0] != "Z":  # ended, but nobody has asked how
+                found.append(int(path.suffix[1:]))
+        return found
+
+    wait_until(lambda: len(reading()) == 2)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 2  # torch alone takes 5 s and more
+    while reading() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not reading()

@@ -7,9 +7,11 @@ arguments and labels. A rank without rows in a global batch gets ``None``.
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from hapi.data.randomness import GeneratorsState, seed_sample
 from hapi.data.sampler import BatchPlan, OrderedBatches, epoch_order, fold
+from hapi.distributed._bootstrap import die_with_parent
 from hapi.errors import add_note
 
 __all__ = ["GatherLoader", "Loader", "MapLoader", "StreamLoader", "is_arrays", "map_tree", "tree_rows"]
@@ -182,6 +185,7 @@ class MapLoader(_PlannedLoader):
                 pin_memory=pin_memory,
                 persistent_workers=True,
                 generator=self.generator,
+                worker_init_fn=_ends_with_me(),
             )
 
     def template(self) -> Any:
@@ -472,8 +476,21 @@ def stream_loader(
         pin_memory=pin_memory,
         # Not kept over epochs: a worker's generators would then depend on the epochs that it has lived through.
         generator=torch.Generator(),
+        worker_init_fn=_ends_with_me(),
     )
     return StreamLoader(_Unsized(loader), type(dataset).__name__, seed)
+
+
+def _ends_with_me() -> Callable[[int], None]:
+    """For a reader process: the kernel ends it when this one is killed.
+
+    torch's readers look for their parent every 5 seconds, and can then wait for ever for each other's pipes.
+    """
+    return partial(_end_with, os.getpid())
+
+
+def _end_with(parent: int, worker: int) -> None:
+    die_with_parent(parent)
 
 
 class _Unsized(Iterable[Any]):
