@@ -14,6 +14,7 @@ from hapi.engine.rng import seed_everything
 from hapi.metrics import Metric
 from hapi.model import Model
 from hapi.summary import flops, summary
+from hapi.tune import tune
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "Metric",
     "summary",
     "flops",
+    "tune",
     "seed_everything",
     "DistributedBatchSampler",
     "DataParallel",

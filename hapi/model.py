@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ from hapi.engine.rng import draw_seed
 from hapi.engine.signals import noting_signals
 from hapi.engine.state import Control, Logs, Progress, Run, Stateful
 from hapi.engine.trials import Trials
+from hapi.errors import add_note
 from hapi.summary import summary
 
 __all__ = ["Model"]
@@ -213,13 +215,12 @@ class Model:
         else:
             self._scaler = None
         env = self._environment()
-        if compilation is not None:
-            compilation.check(self._device, env.world, fused=fused, scaled=self._scaler is not None)
         if made_optimizer is not None:
-            by_name = isinstance(optimizer, str)
-            # The compiled step takes the place of the fused one.
-            off = by_name and compilation is not None and compilation.what == "step"
-            resolve.fuse(made_optimizer, False if off else fused, self.network, named=by_name)
+            # A compiled step takes the place of a fused one.
+            named = isinstance(optimizer, str) and (compilation is None or compilation.what != "step")
+            resolve.fuse(made_optimizer, fused, self.network, named=named)
+        if compilation is not None:
+            compilation.check(self._device, env.world, made_optimizer, scaled=self._scaler is not None)
         if sync_batchnorm and env.world > 1:
             self.network = convert(self.network, self._device, env.group)
         if channels_last:
@@ -265,6 +266,33 @@ class Model:
         if self._compilation is not None:
             self._compiled = Compiled(self._compilation, self._module, self.network, self._loss, self._optimizer)
         self._meters = Meters(self._loss, self._metrics, self._device, self._environment())
+
+    def _twin(self, *, fused: bool | None = None, channels_last: bool = False, compile: Any = False) -> Model:
+        """An independent copy with other switches, for measuring: training it leaves this model as it is."""
+        twin = copy.copy(self)
+        owned = self.network, self._optimizer, self._loss, self._metrics, self._masters, self._scaler
+        try:
+            twin.network, twin._optimizer, twin._loss, twin._metrics, twin._masters, twin._scaler = copy.deepcopy(owned)
+        except Exception as exc:
+            add_note(exc, "while copying the network, the optimizer, the loss and the metrics")
+            raise
+        optimizer = twin._optimizer
+        if optimizer is not None:
+            # torch copies an optimizer's groups and state, but not its flags.
+            flags = {name: value for name, value in vars(self._optimizer).items() if isinstance(value, bool)}
+            vars(optimizer).update(flags)
+            resolve.fuse(optimizer, fused, twin.network, named=False)
+        if channels_last:
+            twin.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            twin._channels_last = True
+        compilation = Compilation.parse(compile) or self._compilation
+        twin._module, twin._compiled = twin.network, None
+        if compilation is not None:
+            compilation.check(self._device, 1, optimizer, scaled=self._scaler is not None)
+            twin._compiled = Compiled(compilation, twin.network, twin.network, twin._loss, optimizer)
+        twin._progress, twin._control, twin._scheduler = Progress(), Control(), None
+        twin._running = twin._meters = twin._by_hand = None
+        return twin
 
     def _eval_step(self, meters: Meters) -> step.EvalStep:
         return step.build_eval_step(

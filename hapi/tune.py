@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hapi.callbacks import Callback
@@ -23,10 +23,12 @@ __all__ = ["Measured", "Tuned", "tune"]
 
 # A switch is worth a line in the user's script from 3 % on; less is within the noise of a busy machine.
 _WORTH = 0.97
+_HOPELESS = 1.1
 _LOSS_STEPS = 6
 _ROUND_SECONDS = 0.1
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _SEED = 0
+_ANY = object()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Measured:
         if self.why:
             return f"{self.switch:<24} {self.why}"
         mark = "  taken" if self.taken else ""
-        return f"{self.switch:<24} {self.before:>9.3f} {self.after:>9.3f} {self.ratio:>6.2f} {self.difference:>11.1e}{mark}"
+        figures = f"{self.before:>9.3f} {self.after:>9.3f} {self.ratio:>6.2f} {self.difference:>11.1e}"
+        return f"{self.switch:<24} {figures}{mark}"
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,19 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Switch:
+    """A switch to try.
+
+    Attributes:
+        setting: What it adds.
+        keeps_bits: Whether it cannot change a result, or is taken only where it does not.
+        evaluates: Whether it is measured on evaluation.
+        compile_before: Tried only where ``compile`` is this.
+    """
+
     setting: _Setting
     keeps_bits: bool = False
     evaluates: bool = False
+    compile_before: Any = _ANY
 
 
 def tune(
@@ -142,18 +155,23 @@ def tune(
         >>> model.prepare(optimizer, loss, **result.arguments["prepare"])  # doctest: +SKIP
     """
     _check(model, data, batch_size, num_workers, tolerance, seconds, verbose)
-    with _leaving_no_trace(data):
-        tuning = _Tuning(model, data, batch_size, tolerance or 0.0, time.perf_counter() + seconds)
-        best = _Setting(fit={"num_workers": num_workers})
-        switches = list(_switches(model, data, num_workers))
-        if verbose:
-            say(f"{'switch':<24} {'ms before':>9} {'ms after':>9} {'ratio':>6} {'difference':>11}")
-        rows: list[Measured] = []
+    draws = _Draws(data)
+    tuning = _Tuning(model, data, batch_size, tolerance, time.perf_counter() + seconds, draws)
+    best = _Setting(fit={"num_workers": num_workers})
+    switches = list(_switches(model, data, num_workers))
+    rows: list[Measured] = []
+    if verbose:
+        say(f"{'switch':<24} {'ms before':>9} {'ms after':>9} {'ratio':>6} {'difference':>11}")
+    try:
         for index, switch in enumerate(switches):
-            row, best = tuning.measure(best, switch, tried_if=tolerance is not None, left=len(switches) - index)
+            if switch.compile_before not in (_ANY, best.prepare.get("compile")):
+                continue
+            row, best = tuning.measure(best, switch, len(switches) - index)
             rows.append(row)
             if verbose:
                 say(str(row))
+    finally:
+        draws.restore()
     fit = {name: value for name, value in best.fit.items() if (name, value) != ("num_workers", num_workers)}
     result = Tuned({"prepare": best.prepare, "fit": fit}, best.threads, tuple(rows))
     if verbose:
@@ -200,61 +218,67 @@ def _switches(model: Model, data: Any, num_workers: int) -> Iterator[_Switch]:
     if model._compiled is None:
         yield _Switch(_Setting(prepare={"compile": "eval"}), evaluates=True)
         yield _Switch(_Setting(prepare={"compile": True}))
+        yield _Switch(_Setting(prepare={"compile": "step", "fused": False}), compile_before=True)
 
 
 class _Tuning:
     """Everything that the measurements share."""
 
-    def __init__(self, model: Model, data: Any, batch_size: int, tolerance: float, deadline: float) -> None:
-        self._model, self._data, self._batch = model, data, batch_size
+    def __init__(
+        self, model: Model, data: Any, batch_size: int, tolerance: float | None, deadline: float, draws: _Draws
+    ) -> None:
+        self._model, self._data, self._batch, self._draws = model, data, batch_size, draws
         self._tolerance, self._deadline = tolerance, deadline
-        self._generators = rng.capture()
-        self._losses: dict[bool, Sequence[float]] = {}
+        self._standing: _Side | None = None
+        self._known: dict[bool, list[float]] = {}
 
-    def measure(self, best: _Setting, switch: _Switch, *, tried_if: bool, left: int) -> tuple[Measured, _Setting]:
-        """Try a switch on top of ``best``; gives what is best then."""
+    def measure(self, best: _Setting, switch: _Switch, left: int) -> tuple[Measured, _Setting]:
+        """Try a switch on top of ``best``, one of ``left`` switches; gives what is best then."""
         row = Measured(str(switch.setting))
-        if not switch.keeps_bits and not tried_if:
+        if not switch.keeps_bits and self._tolerance is None:
             return replace(row, why="not tried: it changes last bits; give tolerance=1e-3, for example"), best
         now = time.perf_counter()
         if now >= self._deadline:
             return replace(row, why="not tried: no time left; give more seconds"), best
         wanted = best.plus(switch.setting)
+        before = self._side_to_beat(best, switch.evaluates)
         try:
-            before, after = self._side(best, switch.evaluates), self._side(wanted, switch.evaluates)
+            after = _Side(self._model, self._data, self._batch, wanted, switch.evaluates)
+            found = after.losses(self._draws)
         except (ValueError, RuntimeError) as exc:
             return replace(row, why=f"not possible: {exc}"), best
-        first = before.losses()
         # From the model as it is, so that what several switches change adds up.
-        known = self._losses.setdefault(switch.evaluates, first)
-        difference = _difference(known, after.losses())
+        difference = _difference(self._known[switch.evaluates], found)
         times = _in_turns(before, after, now + (self._deadline - now) / left)
-        ratio = statistics.median(b / a for a, b in times)
-        taken = ratio <= _WORTH and difference <= self._tolerance
-        old, new = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+        ratio = float(np.median([b / a for a, b in times]))
+        old, new = (1e3 * float(np.median(column)) for column in zip(*times, strict=True))
+        taken = ratio <= _WORTH and difference <= (self._tolerance or 0.0)
+        if taken:
+            self._standing = after
         return Measured(row.switch, old, new, ratio, difference, taken), wanted if taken else best
 
-    def _side(self, setting: _Setting, evaluates: bool) -> _Side:
-        twin = self._model._twin(**setting.prepare)
-        return _Side(twin, self._data, self._batch, setting, evaluates, self._generators)
+    def _side_to_beat(self, best: _Setting, evaluates: bool) -> _Side:
+        side = self._standing
+        if side is None or (side.setting, side.evaluates) != (best, evaluates):
+            self._standing = None  # its memory goes first
+            side = self._standing = _Side(self._model, self._data, self._batch, best, evaluates)
+            self._known.setdefault(evaluates, side.losses(self._draws))
+        return side
 
 
 class _Side:
     """A copy of the model with a setting."""
 
-    def __init__(
-        self, model: Model, data: Any, batch: int, setting: _Setting, evaluates: bool, generators: dict[str, Any]
-    ) -> None:
-        self._model, self._data, self._setting = model, data, setting
-        self._generators = generators
+    def __init__(self, model: Model, data: Any, batch: int, setting: _Setting, evaluates: bool) -> None:
+        self.setting, self.evaluates = setting, evaluates
+        self._model, self._data, self._batch = model._twin(**setting.prepare), data, batch
         self._threads = setting.threads or torch.get_num_threads()
         self._run: Callable[..., Any] = self._evaluate if evaluates else self._fit
-        self._batch = batch
 
-    def losses(self) -> list[float]:
+    def losses(self, draws: _Draws) -> list[float]:
         """The losses of the first steps, from the same generators."""
         losses = _Losses()
-        rng.restore(self._generators)
+        draws.restore()
         self._run(_LOSS_STEPS, losses)
         return losses.values
 
@@ -274,7 +298,7 @@ class _Side:
                 verbose=0,
                 log_freq=10**9,
                 callbacks=callback,
-                **self._setting.fit,
+                **self.setting.fit,
             )
 
     def _evaluate(self, steps: int, callback: Callback) -> None:
@@ -286,7 +310,7 @@ class _Side:
                 verbose=0,
                 log_freq=10**9,
                 callbacks=callback,
-                **self._setting.fit,
+                **self.setting.fit,
             )
 
 
@@ -351,6 +375,8 @@ def _in_turns(before: _Side, after: _Side, deadline: float) -> list[tuple[float,
     steps = max(1, min(100, math.ceil(_ROUND_SECONDS / max(after.seconds(2), 1e-6))))
     rounds: list[tuple[float, float]] = []
     while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and time.perf_counter() < deadline):
+        if len(rounds) >= _LEAST_ROUNDS and all(late > _HOPELESS * early for early, late in rounds):
+            break
         if len(rounds) % 2:
             late, early = after.seconds(steps), before.seconds(steps)
         else:
@@ -372,17 +398,17 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def _leaving_no_trace(data: Any) -> Iterator[None]:
-    """Put back the global generators, and those of a user's DataLoader."""
-    samplers = [getattr(data, name, None) for name in ("sampler", "batch_sampler")]
-    samplers.append(getattr(samplers[1], "sampler", None))
-    own = {getattr(owner, "generator", None) for owner in (data, *samplers)}
-    states = [(generator, generator.get_state()) for generator in own if isinstance(generator, torch.Generator)]
-    generators = rng.capture()
-    try:
-        yield
-    finally:
-        rng.restore(generators)
-        for generator, state in states:
+class _Draws:
+    """The global generators and those of a user's DataLoader, as they were."""
+
+    def __init__(self, data: Any) -> None:
+        self._globals = rng.capture()
+        batches = getattr(data, "batch_sampler", None)
+        owners = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
+        own = {getattr(owner, "generator", None) for owner in owners}
+        self._own = [(made, made.get_state()) for made in own if isinstance(made, torch.Generator)]
+
+    def restore(self) -> None:
+        rng.restore(self._globals)
+        for generator, state in self._own:
             generator.set_state(state)

@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks": {"engine.state"},
     "resolve": {"callbacks", "engine", "metrics"},
     "model": {"callbacks", "engine", "data", "metrics", "distributed", "resolve", "export", "summary"},
+    "tune": {"model", "callbacks", "engine"},
     "launch": {"distributed"},
     "board": {"callbacks", "distributed"},
-    "__init__": {"callbacks", "data", "datasets", "distributed", "engine", "metrics", "model", "summary"},
+    "__init__": {"callbacks", "data", "datasets", "distributed", "engine", "metrics", "model", "summary", "tune"},
 }
 HEAVY = {
     "visualdl",

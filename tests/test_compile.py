@@ -199,6 +199,14 @@ def test_what_cannot_be_compiled_is_refused(options: dict[str, Any], kind: type[
         prepared(mlp(), **options)
 
 
+def test_a_compiled_step_takes_the_place_of_fused_kernels() -> None:
+    model = prepared(mlp(), "adam", compile={"what": "step", "backend": Counting()})
+    assert not any(group["fused"] for group in model._optimizer.param_groups)  # type: ignore[union-attr]
+    net = mlp()
+    with pytest.raises(ValueError, match="leave fused=True out"):
+        prepared(net, torch.optim.Adam(net.parameters(), fused=True), compile="step")
+
+
 def test_without_a_compiler_prepare_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
@@ -213,32 +221,66 @@ def test_without_pythons_headers_prepare_says_what_to_install(monkeypatch: pytes
         prepared(mlp(), compile=True)
 
 
-class _Graph:
-    """Stands for a CUDA graph: it has one shape."""
+class Graph:
+    """Stands for a CUDA graph: it has one shape, and every run writes over what the last one gave."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
+        self._given: list[torch.Tensor] = []
 
     def __call__(self, graph: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
         def run(*inputs: torch.Tensor) -> Any:
             self.rows.append(next(i.shape[0] for i in inputs if i.shape[1:] == X.shape[1:] and not i.requires_grad))
-            return graph(*inputs)
+            with torch.inference_mode():  # evaluations give inference tensors
+                for tensor in self._given:
+                    tensor.zero_()
+            given = graph(*inputs)
+            self._given = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+            return given
 
         return run
 
 
-def test_with_graphs_a_short_batch_runs_uncompiled_and_gradients_are_not_kept() -> None:
-    backend = _Graph()
+class Kept(hapi.Metric):
+    """Keeps the outputs of all batches."""
+
+    def __init__(self) -> None:
+        super().__init__("kept")
+        self.add_state("outputs", reduce="cat")
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self.lists["outputs"].append(output)
+
+    def compute(self, totals: Any) -> float:
+        return float(totals["outputs"].abs().sum())
+
+
+def test_with_graphs_a_short_batch_runs_uncompiled_and_nothing_is_written_over() -> None:
+    backend = Graph()
     choice = engine_compile.Compilation("graph", {"backend": backend, "dynamic": False})
-    plain, net = mlp(), mlp()
-    expected = train(prepared(plain))
-    model = prepared(net)
+    models = []
+    for _ in range(2):
+        net = mlp()
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        models.append(hapi.Model(net, device="cpu").prepare(optimizer, nn.CrossEntropyLoss(), Kept()))
+    plain, model = models
+    net = model.network
     model._compiled = engine_compile.Compiled(choice, net, net, model._loss, model._optimizer)
-    assert same_history(train(model), expected)
-    assert weight_gap(plain.state_dict(), net.state_dict()) < TOLERANCE["all"]
+    assert same_history(train(model), train(plain))
+    assert weight_gap(plain.network.state_dict(), net.state_dict()) < TOLERANCE["all"]
     assert set(backend.rows) == {8, 13}, "only full batches, of training and of evaluation"
     with pytest.raises(ValueError, match="they cannot be accumulated"):
         train(model, accumulate_grad_batches=2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_give_the_same_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # Inductor sets it, and leaves it set
+    histories = []
+    for compile in (False, "graph"):
+        model = hapi.Model(mlp(), device="cuda").prepare("adam", "cross_entropy", Kept(), compile=compile)
+        histories.append(train(model))
+    assert histories[0] == {name: pytest.approx(values, rel=1e-4, abs=1e-5) for name, values in histories[1].items()}
 
 
 def _train_on_a_rank(compile: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:

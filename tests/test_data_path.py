@@ -103,7 +103,7 @@ def assert_same(got: tuple[nn.Module, Any], expected: tuple[nn.Module, Any]) -> 
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device that hapi takes for an accelerator, and that computes as the CPU does: it is the CPU by a longer name."""
+    """A device that hapi takes for an accelerator, and that computes as the CPU does: the CPU by a longer name."""
     for module in (memory, sources):
         monkeypatch.setattr(module, "accelerated", lambda device: device.index is not None)
     return "cpu:0"
@@ -168,9 +168,9 @@ def test_auto_keeps_what_fits(far: str, opened: list[Loader], monkeypatch: pytes
 @pytest.mark.parametrize("kind", [*OTHERS, "images with a transform"])
 def test_what_does_not_lie_in_memory_cannot_be_kept(far: str, kind: str) -> None:
     make = OTHERS.get(kind, lambda: images(noisy))
-    with pytest.raises(ValueError, match="fit: train_data is .* does not lie in memory"):
+    with pytest.raises(ValueError, match=r"fit: train_data is .* does not lie in memory"):
         fitted(make, far, keep_on_device=True)
-    with pytest.raises(ValueError, match="evaluate: data is .* does not lie in memory"):
+    with pytest.raises(ValueError, match=r"evaluate: data is .* does not lie in memory"):
         model_of(far).evaluate(make(), verbose=0, keep_on_device=True)
 
 
@@ -303,6 +303,27 @@ def test_recognised_on_several_ranks(kind: str) -> None:
     for (weights, told), (expected, same) in zip(fast, plain, strict=True):
         assert told == same
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def far_fits(device: str, keep: bool) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (memory, sources):
+            patch.setattr(module, "accelerated", lambda device: device.index is not None)
+        trained = fitted(
+            lambda: Subset(images(), (list(range(ROWS)) + list(range(7)))), device, shuffle=True, keep_on_device=keep
+        )
+    return trained[0].state_dict(), trained[1]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_far_device_on_several_ranks() -> None:
+    """Global batches of 24, the third of one row: two ranks have none."""
+    expected = run_ranks(far_fits, 3, "cpu", False)
+    for keep in (False, True):
+        for (weights, told), (plain, same) in zip(run_ranks(far_fits, 3, "cpu:0", keep), expected, strict=True):
+            assert told == same
+            assert all(torch.equal(weights[name], plain[name]) for name in plain)
 
 
 # ------------------------------------------------------------------------------------------------------- workers

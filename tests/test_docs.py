@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import sklearn  # noqa: F401  # Digits imports it, and it sets environment variables when first imported
 
+# torch.compile's own modules use what torch has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -117,6 +117,18 @@ def test_an_iterable_dataset_is_read_once_by_two_workers(stream: type) -> None:
     np.testing.assert_allclose(np.sort(rows[:, 0]), np.sort(alone[:, 0]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), "auto"])
+def test_a_dataset_that_reads_batches_is_asked_for_batches(workers: Any) -> None:
+    class Whole(Batches):
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError("asked for a sample")
+
+    expected, history = trained((X, Y), shuffle=True, seed=5, epochs=2)
+    got, other = trained(Whole(), shuffle=True, seed=5, epochs=2, num_workers=workers)
+    assert same_weights(expected, got)
+    assert history == other
+
+
 def test_the_order_goes_on_over_calls_of_fit() -> None:
     """A loop of fit(epochs=1) sees as many orders as fit(epochs=n): the reference repeats one."""
     once = mlp()

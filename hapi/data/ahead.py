@@ -117,7 +117,7 @@ class _SideCopies(_Copies):
         computing.wait_event(copied)
         for leaf in leaves(batch):
             # Its memory is the side stream's: it must not be given out there before the step has used it.
-            if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
+            if isinstance(leaf, Tensor):
                 leaf.record_stream(computing)
         return batch
 

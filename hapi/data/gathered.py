@@ -30,9 +30,12 @@ __all__ = ["GatheredLoader", "draws_at_the_start", "recognised", "served"]
 _seeded: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
 
-def recognised(data: DataLoader[Any]) -> bool:
-    """Whether a gather gives the same batches: torch's own DataLoader and collation, over plain tensors in memory."""
-    return (
+def recognised(data: DataLoader[Any]) -> InMemory | None:
+    """What a gather gives the same batches of: torch's own DataLoader and collation, over plain tensors in memory.
+
+    None for any other DataLoader.
+    """
+    alike = (
         type(data) is DataLoader
         and data.batch_sampler is not None
         and data.collate_fn is default_collate
@@ -40,23 +43,21 @@ def recognised(data: DataLoader[Any]) -> bool:
         and not data.timeout
         and getattr(data, "in_order", True)
         and (not data.pin_memory or torch.accelerator.is_available())  # torch warns, and it must
-        and _lying(data.dataset) is not None
     )
+    return _lying(data.dataset) if alike else None
 
 
 def served(data: DataLoader[Any]) -> Iterable[Any]:
     """What gives the DataLoader's batches, fastest."""
-    return GatheredLoader(data) if recognised(data) else data
+    return data if recognised(data) is None else GatheredLoader(data)
 
 
 def _lying(dataset: Any) -> InMemory | None:
     try:
         lying = InMemory.of(dataset)
-    except (TypeError, ValueError, RuntimeError):  # a Subset whose indices are no list of ints
+    except (TypeError, ValueError, RuntimeError):  # a Subset whose indices are no ints
         return None
-    if lying is None or not all(map(_plain, leaves(lying.tree))):
-        return None
-    return lying
+    return lying if lying is not None and all(map(_plain, leaves(lying.tree))) else None
 
 
 def _plain(leaf: Any) -> bool:

@@ -50,14 +50,20 @@ class InMemory:
 
     @staticmethod
     def of(dataset: Any) -> InMemory | None:
-        """Of a TensorDataset, a dataset with ``tensors`` and ``finish`` (hapi.datasets), or a Subset of one."""
+        """Of a TensorDataset, a dataset with ``gather``, ``tensors`` and ``finish`` (hapi.datasets), or a Subset."""
         if type(dataset) is TensorDataset:
             return InMemory(tuple(dataset.tensors))
         if type(dataset) is Subset:
             inner = InMemory.of(dataset.dataset)
             return None if inner is None else inner.subset(_positions(dataset))
-        if _own(dataset, "finish", "gather", "__getitem__", "__getitems__") and not transformed(dataset):
-            return InMemory(tuple(dataset.tensors), dataset.finish)
+        lying = getattr(dataset, "tensors", None)
+        if (
+            isinstance(lying, tuple)
+            and all(isinstance(leaf, Tensor) for leaf in lying)
+            and dataset_gather(dataset) is not None
+            and _own(dataset, "finish", "gather", "__getitem__", "__getitems__")
+        ):
+            return InMemory(lying, dataset.finish)
         return None
 
     def subset(self, positions: Tensor) -> InMemory:
@@ -119,6 +125,7 @@ def _taken(leaf: Tensor, index: Tensor | slice) -> Tensor:
 
 def _taken_pinned(leaf: Tensor, index: Tensor | slice) -> Tensor:
     # torch's page-locked memory comes from a cache that gives it out anew only when the copies out of it have ended.
+    leaf = leaf.detach()
     if isinstance(index, slice):
         part = leaf[index]
         return torch.empty(part.shape, dtype=leaf.dtype, pin_memory=True).copy_(part)

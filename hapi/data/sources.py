@@ -146,13 +146,12 @@ def _dataloader(data: DataLoader[Any], what: str, env: Environment, device: torc
     if env.world > 1:
         resident(data, None, what)
         return shard_dataloader(data, what, env)
-    source, early = _nonempty(data, what), False
-    kept = resident(data, InMemory.of(data.dataset) if recognised(data) else None, what)
-    if recognised(data):
-        source = GatheredLoader(data, device if accelerated(device) else None, kept)
-        early = kept is None and draws_at_the_start(data)
-    loader = StreamLoader(source, "the DataLoader")
-    loader.early = early
+    loader = StreamLoader(_nonempty(data, what), "the DataLoader")
+    lying = recognised(data)
+    kept = resident(data, lying, what)
+    if lying is not None:
+        loader.source = GatheredLoader(data, device if accelerated(device) else None, kept)
+        loader.early = kept is None and draws_at_the_start(data)
     return DeviceLoader(loader, device) if accelerated(device) and kept is None else loader
 
 

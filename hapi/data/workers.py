@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hapi.data.randomness import GeneratorsState
@@ -62,16 +63,10 @@ def sample_seconds(dataset: Any) -> float:
     before = GeneratorsState()
     try:
         probed = _shallow(dataset)
-        positions = [len(dataset) * i // PROBES for i in range(PROBES)]
-        _read(probed, positions[:1])  # the first opens files and imports
-        taken, started = [], time.perf_counter()
-        for position in dict.fromkeys(positions):
-            begun = time.perf_counter()
-            _read(probed, [position])
-            taken.append(time.perf_counter() - begun)
-            if time.perf_counter() - started > PROBE_SECONDS:
-                break
-        return sorted(taken)[len(taken) // 2]
+        positions = list(dict.fromkeys(len(dataset) * i // PROBES for i in range(PROBES)))
+        if callable(getattr(probed, "__getitems__", None)):
+            return _seconds_at_once(probed.__getitems__, positions)
+        return _seconds_each(probed.__getitem__, positions)
     except Exception:
         return 0.0
     finally:
@@ -79,12 +74,23 @@ def sample_seconds(dataset: Any) -> float:
             before.restore()
 
 
-def _read(dataset: Any, positions: list[int]) -> None:
-    if callable(getattr(dataset, "__getitems__", None)):
-        dataset.__getitems__(positions)
-    else:
-        for position in positions:
-            dataset[position]
+def _seconds_each(read: Callable[[int], Any], positions: list[int]) -> float:
+    read(positions[0])  # the first opens files and imports
+    taken: list[float] = []
+    for position in positions:
+        begun = time.perf_counter()
+        read(position)
+        taken.append(time.perf_counter() - begun)
+        if sum(taken) > PROBE_SECONDS:
+            break
+    return sorted(taken)[len(taken) // 2]
+
+
+def _seconds_at_once(read: Callable[[list[int]], Any], positions: list[int]) -> float:
+    read(positions[:1])
+    begun = time.perf_counter()
+    read(positions)
+    return (time.perf_counter() - begun) / len(positions)
 
 
 def _shallow(dataset: Any) -> Any:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -68,14 +68,14 @@ class Compilation:
             options |= {"mode": "reduce-overhead", "dynamic": False}
         return Compilation(what, options)
 
-    def check(self, device: torch.device, world: int, *, fused: bool | None, scaled: bool) -> None:
+    def check(self, device: torch.device, world: int, optimizer: Optimizer | None, *, scaled: bool) -> None:
         """Refuse what cannot work, before anything is built.
 
         Args:
             device: Where the network is.
             world: Number of ranks.
-            fused: As given to ``prepare``.
-            scaled: Whether a gradient scaler steps the optimizer.
+            optimizer: As it will step.
+            scaled: Whether a gradient scaler steps it.
 
         Raises:
             ValueError: Options that do not go together.
@@ -84,6 +84,7 @@ class Compilation:
         if self.what == "graph" and (device.type != "cuda" or world > 1):
             where = f"{world} processes" if world > 1 else f"the {device.type}"
             raise ValueError(f"prepare: compile='graph' needs one process with one CUDA device; this is {where}")
+        fused = optimizer is not None and any(group.get("fused") for group in optimizer.param_groups)
         if self.what == "step" and fused:
             raise ValueError("prepare: compile='step' compiles the optimizer's step; leave fused=True out")
         if self.what == "step" and scaled:
@@ -155,9 +156,9 @@ class Compiled:
 
         return call
 
-    def check_accumulation(self, exchange: bool) -> None:
+    def check_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse gradients that outlive a batch in a CUDA graph, whose next replay overwrites them."""
-        if self.choice.what == "graph" and not exchange:
+        if self.choice.what == "graph" and any(parameter.grad is not None for parameter in parameters):
             raise ValueError(
                 "compile='graph' keeps gradients in the graph's own memory, so they cannot be accumulated; "
                 "accepted: accumulate_grad_batches=1, or prepare(compile=True)"
@@ -188,7 +189,8 @@ class _Program:
         except Exception as exc:
             _explain(exc, plain, batch)
             raise
-        return outputs, parts
+        # The next replay writes over them, and metrics may keep them.
+        return _cloned(outputs) if self._graph else outputs, parts
 
 
 def _function(module: nn.Module, parts_of: PartsOf | None) -> Callable[..., tuple[Any, Parts]]:
@@ -208,6 +210,15 @@ def _own_code(function: Any) -> Any:
     return FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )
+
+
+def _cloned(outputs: Any) -> Any:
+    """Normalised outputs in memory of their own."""
+    if isinstance(outputs, Mapping):
+        return {key: _cloned(value) for key, value in outputs.items()}
+    if isinstance(outputs, tuple):
+        return tuple(_cloned(value) for value in outputs)
+    return outputs.detach().clone() if isinstance(outputs, Tensor) else outputs
 
 
 def _mark_rows(batch: Batch) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from hapi.data.ahead import DeviceLoader, _Copies, one_ahead
+from hapi.data.ahead import DeviceLoader, _Copies, _SideCopies, one_ahead
 from hapi.data.loader import NOTHING_SEEN, GatherLoader, Loader, Start, StreamLoader
 from hapi.data.memory import InMemory, Rows
 from hapi.data.sampler import BatchPlan
@@ -127,6 +128,56 @@ def test_batches_of_others_that_may_not_be_read_early_are_left_alone() -> None:
     raw = [torch.ones(1), "text"]
     (batch,) = DeviceLoader(StreamLoader([raw], "the list"), CPU).epoch(0)
     assert batch is raw
+
+
+class Stream:
+    """Stands for a CUDA stream: says what was asked of it."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def record_event(self) -> str:
+        self.events.append(f"event on {self.name}")
+        return f"event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.events.append(f"{self.name} waits for {event}")
+
+
+class Moved(torch.Tensor):
+    def record_stream(self, stream: Any) -> None:
+        stream.events.append(f"memory is used by {stream.name}")
+
+
+def test_the_side_streams_copy_is_waited_for_by_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    side, step = Stream("side", events), Stream("step", events)
+    inside: list[Any] = []
+
+    @contextmanager
+    def stream(chosen: Stream) -> Iterator[None]:
+        inside.append(chosen)
+        yield
+        inside.pop()
+
+    def moved(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
+        events.append(f"copy on {inside[-1].name}")
+        return leaf.as_subclass(Moved)
+
+    def halved_on_the_step(x: Any) -> Any:
+        assert not inside
+        events.append("finish")
+        return (x,)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: inside[-1] if inside else step)
+    monkeypatch.setattr("hapi.data.ahead.to_device", moved)
+    raws = iter([Rows((torch.ones(2),), halved_on_the_step) for _ in range(2)])
+    for _ in one_ahead(raws, _SideCopies(torch.device("cuda", 0))):
+        events.append("step")
+    used = ["step waits for event of side", "memory is used by step", "finish", "step"]
+    assert events == ["copy on side", "event on side"] * 2 + used * 2
 
 
 # --------------------------------------------------------------------------------------------------- on a GPU

@@ -56,6 +56,26 @@ def test_bytes_stay_bytes_until_they_are_finished(index: Any) -> None:
     assert type(found(TensorDataset(data.images)).unfinished(index)) is tuple
 
 
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_rows_for_cuda_are_gathered_into_memory_that_was_asked_for_page_locked(
+    index: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def without_a_gpu(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        asked.append(pin_memory)
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", without_a_gpu)
+    data = images()
+    rows = found(data).pinned(index)
+    assert asked == [True, True]
+    assert all(map(torch.equal, rows.fields, (data.images[index], data.labels[index])))
+    rows.fields[0].zero_()
+    assert bool(data.images.any())
+
+
 def test_a_subset_of_a_subset_and_one_that_is_read_backwards() -> None:
     data = images()
     inner = Subset(data, [9, 4, 7, 1, 1])
@@ -102,6 +122,14 @@ class Gathers(Dataset[Any]):
         return torch.arange(4)[index]
 
 
+class Finishes(Gathers):
+    """Names its methods and attributes as hapi does, and means something else."""
+
+    tensors: Any = "none"
+
+    def finish(self) -> None: ...
+
+
 class HandsOn(Dataset[Any]):
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -125,7 +153,8 @@ def test_a_method_that_a_subclass_overrode_is_the_truth() -> None:
     assert dataset_gather(HandsOn(data)) is None
     assert InMemory.of(HandsOn(data)) is None
     assert dataset_gather(Gathers()) is not None
-    assert InMemory.of(Gathers()) is None
+    for other in (Gathers(), Finishes(), [1, 2], "text"):
+        assert InMemory.of(other) is None
 
 
 def test_a_transform_runs_sample_by_sample() -> None:

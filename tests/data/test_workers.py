@@ -122,6 +122,7 @@ def test_samples_are_taken_from_everywhere_and_few_of_slow_ones(clock: list[floa
     slow = Costly(1.0, clock)
     assert sample_seconds(slow) == 1.0
     assert len(slow.read) == 2
+    assert sample_seconds(Batches(1e-3, clock)) == pytest.approx(1e-3)
     assert sample_seconds(Costly(1e-3, clock, rows=1)) == pytest.approx(1e-3)
 
 

@@ -149,3 +149,23 @@ def test_wrong_arguments(change: dict[str, Any], error: type[Exception], message
     }
     with pytest.raises(error, match=message):
         InMemoryImages(**{**good, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("divisor", [255, 16, 7])
+def test_rows_are_finished_as_they_are_gathered(divisor: int) -> None:
+    data = make(divisor=divisor)
+    index = torch.tensor([3, 3, 12])
+    images, labels = data.finish(*(leaf[index] for leaf in data.tensors))
+    expected, same = data.gather(index)
+    assert images.dtype == torch.float32
+    assert torch.equal(images, expected)
+    assert torch.equal(labels, same)
+
+
+def test_rows_are_finished_as_floats_whatever_the_default_dtype() -> None:
+    data = make(divisor=3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert data.finish(*data.tensors)[0].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
