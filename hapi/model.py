@@ -483,6 +483,7 @@ class Model:
             scaler=self._scaler,
             masters=self._masters,
             no_sync=run.strategy.no_sync if several else None,
+            network=self.network if several else None,
             inspect=inspect if "on_before_optimizer_step" in hooks.listens else None,
             compiled=self._compiled,
         )

@@ -146,7 +146,8 @@ def _as_float64(value: Count, device: torch.device) -> Tensor:
 def uneven(run: Run, feed: Feed, share: Share, step: TrainStep) -> None:
     """Some rank has no rows: those that have keep their gradients, and one exchange by hand follows."""
     if share.batch is not None:
-        step.micro(share.batch, share.totals, False)
+        # Not through the strategy's wrapper: its forward may talk to ranks that have nothing to run.
+        step.lone(share.batch, share.totals, False)
     elif feed.empty is not None:
         step.join(feed.empty(feed.loader.template()))
     if share.last:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hapi.data.batch import Batch
 from hapi.engine.compile import Compiled
 from hapi.engine.config import FitConfig, Precision
-from hapi.engine.forward import Parts, computing
+from hapi.engine.forward import Compute, Parts, computing
 from hapi.engine.loss import Count, LossFunction, normalize_outputs
 from hapi.engine.master import MasterWeights
 from hapi.engine.meters import Meters
@@ -25,6 +25,7 @@ __all__ = ["EvalStep", "PredictStep", "TrainStep", "autocast", "build_eval_step"
 
 EvalStep = Callable[[Batch], tuple[Any, Parts]]
 PredictStep = Callable[[Batch], Any]
+Micro = Callable[[Batch, Sequence[Count] | None, bool], tuple[Any, Parts]]
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class TrainStep:
         micro: Forward, loss and backward of one batch; adds to the meters. Arguments: the batch; the weight of
             each loss term over the whole optimizer step (None: this batch is the whole step); whether this is
             the batch at which gradients are exchanged. Returns the outputs and the loss parts.
+        lone: The same by this rank alone: through the bare network, without any collective of the strategy's.
         update: Clip, step, clear. Returns whether parameters changed (False: a skipped fp16 step).
         clear: Drop gradients.
         join: Forward and backward of a batch without rows, for the collectives inside the network.
     """
 
-    micro: Callable[[Batch, Sequence[Count] | None, bool], tuple[Any, Parts]]
+    micro: Micro
+    lone: Micro
     update: Callable[[], bool]
     clear: Callable[[], None]
     join: Callable[[Batch], None]
@@ -66,6 +69,7 @@ def build_train_step(
     scaler: torch.amp.GradScaler | None = None,
     masters: MasterWeights | None = None,
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+    network: nn.Module | None = None,
     inspect: Callable[[], None] | None = None,
     compiled: Compiled | None = None,
 ) -> TrainStep:
@@ -81,7 +85,8 @@ def build_train_step(
         world: Ranks over which the strategy averages gradients.
         scaler: For fp16.
         masters: For level O2.
-        no_sync: The strategy's, where there is one.
+        no_sync: The strategy's, where there are several ranks.
+        network: The bare network, where there are several ranks.
         inspect: Called before each optimizer step, with unscaled gradients; the same on every rank.
         compiled: Compiled forward, loss and optimizer step, as far as wanted.
     """
@@ -118,31 +123,41 @@ def build_train_step(
             shares.append(factored if scale == 1.0 else factored * scale)
         return _add(shares)
 
-    def forward(batch: Batch, totals: Sequence[Count] | None) -> tuple[Any, Parts, Tensor, bool]:
-        if totals is None:
-            outputs, parts = compute_means(batch)
-            return outputs, parts, parts[0][0] if plain else whole(parts), True
-        as_means = all(isinstance(total, int) for total in totals)
-        outputs, parts = compute_means(batch) if as_means else compute_totals(batch)
-        return outputs, parts, share(parts, totals, as_means), as_means
+    def building(compute_means: Compute, compute_totals: Compute) -> Micro:
+        def forward(batch: Batch, totals: Sequence[Count] | None) -> tuple[Any, Parts, Tensor, bool]:
+            if totals is None:
+                outputs, parts = compute_means(batch)
+                return outputs, parts, parts[0][0] if plain else whole(parts), True
+            as_means = all(isinstance(total, int) for total in totals)
+            outputs, parts = compute_means(batch) if as_means else compute_totals(batch)
+            return outputs, parts, share(parts, totals, as_means), as_means
 
-    def micro(batch: Batch, totals: Sequence[Count] | None, exchange: bool) -> tuple[Any, Parts]:
-        if casts:
-            with cast():
+        def micro(batch: Batch, totals: Sequence[Count] | None, exchange: bool) -> tuple[Any, Parts]:
+            if casts:
+                with cast():
+                    outputs, parts, objective, as_means = forward(batch, totals)
+            else:
                 outputs, parts, objective, as_means = forward(batch, totals)
-        else:
-            outputs, parts, objective, as_means = forward(batch, totals)
-        try:
-            (objective if scaler is None else scaler.scale(objective)).backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as exc:
-            if not objective.requires_grad:
-                add_note(exc, "the loss does not depend on any parameter that requires a gradient")
-            raise
-        add_losses(parts, means=as_means)
-        if watched:
-            outputs = outputs.detach() if type(outputs) is Tensor else detached(outputs)
-        add_metrics(outputs, batch)
-        return outputs, parts
+            try:
+                (objective if scaler is None else scaler.scale(objective)).backward()  # type: ignore[no-untyped-call]
+            except RuntimeError as exc:
+                if not objective.requires_grad:
+                    add_note(exc, "the loss does not depend on any parameter that requires a gradient")
+                raise
+            add_losses(parts, means=as_means)
+            if watched:
+                outputs = outputs.detach() if type(outputs) is Tensor else detached(outputs)
+            add_metrics(outputs, batch)
+            return outputs, parts
+
+        return micro
+
+    micro = building(compute_means, compute_totals)
+    run_micro, lone, bare = micro, micro, module
+    if no_sync is not None:
+        assert network is not None
+        bare = network
+        lone = building(computing(network, loss.means), computing(network, loss.totals))
 
     def micro_without_exchange(batch: Batch, totals: Sequence[Count] | None, exchange: bool) -> tuple[Any, Parts]:
         assert no_sync is not None
@@ -151,10 +166,12 @@ def build_train_step(
         with no_sync(module):
             return micro(batch, totals, exchange)
 
+    if no_sync is not None:
+        run_micro = micro_without_exchange
+
     def join(batch: Batch) -> None:
-        context = nullcontext() if no_sync is None else no_sync(module)
-        with context, cast():
-            outputs = normalize_outputs(module(*batch.args, **batch.kwargs))
+        with cast():
+            outputs = normalize_outputs(bare(*batch.args, **batch.kwargs))
             values = outputs.values() if isinstance(outputs, Mapping) else outputs
             tensors = (values,) if isinstance(values, Tensor) else tuple(values)
             _add([value.sum() for value in tensors]).backward()  # type: ignore[no-untyped-call]
@@ -167,10 +184,9 @@ def build_train_step(
     update = _build_update(optimizer, compiled_step, parameters, every_parameter, config, scaler, inspect)
     if masters is not None:
         update = _through_masters(update, masters)
-    run_micro = micro if no_sync is None else micro_without_exchange
     if compiled is not None and compiled.trains:
         run_micro, update = _timed(compiled, run_micro, update, every_parameter)
-    return TrainStep(run_micro, update, clear, join)
+    return TrainStep(run_micro, lone, update, clear, join)
 
 
 def _timed(

@@ -96,7 +96,7 @@ class Trials:
             with self._put_back():
                 for raw in itertools.islice(loader.epoch(run.progress.epoch), steps):
                     if raw is not None:
-                        step.micro(self.feed.split(raw), None, False)
+                        step.lone(self.feed.split(raw), None, False)
                         step.update()
         except (MemoryError, RuntimeError) as exc:
             if not _out_of_memory(exc):

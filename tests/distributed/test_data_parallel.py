@@ -125,6 +125,8 @@ CASES: dict[str, Any] = {
         lambda world: blobs(32 * 3 + 2),
         {"accumulate_grad_batches": 2},
     ),
+    # Wrapped networks talk to each other in their second forward.
+    "the second batch is short": (mlp, {}, lambda world: blobs(32 + 1), {}),
     "clipping and schedule": (
         mlp,
         {"clip_grad_norm": 0.1, "scheduler": "cosine"},
