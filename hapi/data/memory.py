@@ -120,6 +120,7 @@ class InMemory:
 
 
 def _taken(leaf: Tensor, index: Tensor | slice) -> Tensor:
+    """Rows as tensors of their own: what a network writes into its input must not change the data."""
     return leaf[index].clone() if isinstance(index, slice) else leaf.index_select(0, index)
 
 
@@ -198,16 +199,12 @@ def arrays_gather(tree: Any) -> Gather:
     if isinstance(tree, tuple) and all(isinstance(leaf, Tensor) for leaf in tree):
 
         def gather_flat(index: Tensor | slice) -> tuple[Tensor, ...]:
-            if isinstance(index, slice):
-                return tuple([leaf[index] for leaf in tree])
-            return tuple([leaf.index_select(0, index) for leaf in tree])
+            return tuple([_taken(leaf, index) for leaf in tree])
 
         return gather_flat
 
     def gather(index: Tensor | slice) -> Any:
-        if isinstance(index, slice):
-            return map_tree(lambda leaf: leaf[index], tree)
-        return map_tree(lambda leaf: leaf.index_select(0, index), tree)
+        return map_tree(lambda leaf: _taken(leaf, index), tree)
 
     return gather
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+import hapi
 from hapi.data import memory
 from hapi.data.memory import InMemory, Resident, Rows, dataset_gather
 from hapi.datasets import InMemoryImages
@@ -242,3 +243,20 @@ def test_kept_on_a_gpu() -> None:
     got: tuple[Tensor, ...] = kept.batch(index.to(device))
     assert all(field.device == device for field in got)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(got, data.gather(index), strict=True))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_network_that_writes_into_its_input_leaves_the_data_alone(shuffle: bool) -> None:
+    class Writes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.mul_(0.5))
+
+    x, y = torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)
+    model = hapi.Model(Writes()).prepare("sgd", "cross_entropy")
+    model.fit((x, y), (x, y), batch_size=4, verbose=0, shuffle=shuffle)
+    model.predict(x, batch_size=4, verbose=0)
+    assert bool((x == 1).all())
