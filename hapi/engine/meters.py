@@ -23,6 +23,7 @@ from hapi.engine.loss import Count, LossFunction
 from hapi.engine.plain import plain
 from hapi.engine.state import Logs
 from hapi.errors import add_note
+from hapi.metrics._shapes import share_best_class
 from hapi.metrics.adapters import ReferenceMetric
 from hapi.metrics.base import Metric, cat_rows
 from hapi.metrics.torch_metric import TorchMetric
@@ -171,6 +172,9 @@ class Meters:
         labels = batch.labels
         if self.offload:
             outputs, labels = _to_host(outputs), _to_host(labels)
+        several = len(self._native) > 1
+        if several:
+            share_best_class(True)
         for index, routed in enumerate(self.metrics):
             metric = routed.metric
             try:
@@ -185,8 +189,11 @@ class Meters:
                 else:
                     self._stash[index].append(metric.collect(*arguments))
             except Exception as exc:
+                share_best_class(False)
                 add_note(exc, f"while updating the metric {routed.names[0]!r} ({type(metric).__name__})")
                 raise
+        if several:
+            share_best_class(False)
 
     def read(self) -> Logs:
         """The values so far, over all ranks. Every rank must call it; the host waits for the device once."""

@@ -46,6 +46,26 @@ def is_single_column(output: Tensor) -> bool:
     return output.ndim < 2 or output.shape[1] == 1
 
 
+# While metrics are updated with one batch: scores -> their best class. The scores are kept, so that ids stay theirs.
+_best: dict[int, tuple[Tensor, Tensor]] | None = None
+
+
+def share_best_class(on: bool) -> None:
+    """Between True and False, :func:`best_class` of the same scores is computed once; they must not change."""
+    global _best
+    _best = {} if on else None
+
+
+def best_class(scores: Tensor) -> Tensor:
+    """The index of the highest of scores ``[N, C, d...]``, ``[N, d...]``."""
+    if _best is None:
+        return scores.argmax(1)
+    found = _best.get(id(scores))
+    if found is None:
+        found = _best[id(scores)] = (scores, scores.argmax(1))
+    return found[1]
+
+
 def class_scores(metric: Metric, output: Tensor, label: Tensor, class_axis: int | None = None) -> tuple[Tensor, Tensor]:
     """Scores ``[N, C, d...]`` and class labels ``[N, d...]``.
 
@@ -135,7 +155,7 @@ def pairs(
     scores, labels = class_scores(metric, output, label, class_axis)
     if scores.shape[1] != num_classes:
         raise mismatch(metric, output, label, f"num_classes={num_classes} scores per item")
-    predicted, labels = scores.argmax(1).flatten(), labels.flatten().long()
+    predicted, labels = best_class(scores).flatten(), labels.flatten().long()
     keep = (labels >= 0) & (labels < num_classes)
     outside = ~keep
     if ignore_index is not None:

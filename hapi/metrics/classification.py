@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hapi.metrics._shapes import (
+    best_class,
     check_class_axis,
     class_scores,
     cut,
@@ -107,7 +108,7 @@ class Accuracy(Metric):
             scores, label = class_scores(self, output, label, self._class_axis)
             if self.max_k > 1:
                 return self._add_top(scores, label)
-            hits = scores.argmax(1) == label
+            hits = best_class(scores) == label
         keep = None if self.ignore_index is None else label != self.ignore_index
         if keep is not None:
             hits = hits & keep

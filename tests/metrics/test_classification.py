@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import sklearn.metrics as sk
 import torch
 
+import hapi
 from hapi.metrics import F1, Accuracy, Auc, ConfusionMatrix, Metric, Precision, Recall, accuracy
 
 
@@ -226,3 +228,30 @@ def test_accuracy_function(k: int) -> None:
 def test_accuracy_function_refuses(shape: tuple[int, ...], k: int) -> None:
     with pytest.raises(ValueError, match=r"accuracy: .*accepted"):
         accuracy(torch.zeros(4, 3), torch.zeros(shape, dtype=torch.long), k)
+
+
+def test_metrics_of_one_batch_share_the_best_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(20, 8), torch.randint(0, 3, (20,))
+    net = torch.nn.Linear(8, 3)
+    metrics = [Accuracy(), ConfusionMatrix(3), F1("macro", num_classes=3)]
+    model = hapi.Model(net).prepare(loss="cross_entropy", metrics=metrics)
+    calls = 0
+
+    class Counts(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal calls
+            calls += getattr(func, "__name__", "") == "argmax"
+            return func(*args, **(kwargs or {}))
+
+    with Counts():
+        values = model.evaluate((x, y), batch_size=5, verbose=0)
+    assert calls == 4  # one per batch
+    right = (net(x).argmax(1) == y).float().mean()
+    assert values["acc"] == pytest.approx(float(right))
+    assert values["confusion_matrix"].trace() == pytest.approx(20 * float(right))
+    # By itself, a metric looks at the scores as they are now.
+    metric, scores = Accuracy(), torch.tensor([[1.0, 0.0]])
+    metric.update(scores, torch.tensor([0]))
+    scores.copy_(torch.tensor([[0.0, 1.0]]))
+    metric.update(scores, torch.tensor([0]))
+    assert metric.accumulate() == 0.5
