@@ -109,10 +109,11 @@ class Accuracy(Metric):
             if self.max_k > 1:
                 return self._add_top(scores, label)
             hits = best_class(scores) == label
-        keep = None if self.ignore_index is None else label != self.ignore_index
-        if keep is not None:
-            hits = hits & keep
-        self.state["correct"].add_(hits.sum())
+        if self.ignore_index is None:
+            self.state["correct"].add_(hits.sum())
+            return self.add_on_host("count", label.numel())
+        keep = label != self.ignore_index
+        self.state["correct"].add_((hits & keep).sum())
         return self._add_count(label, keep)
 
     def _add_top(self, scores: Tensor, label: Tensor) -> None:
