@@ -146,6 +146,8 @@ def _mend(logdir: Path) -> None:
                 _say(f"repaired {shown}, whose writer was killed")
         except (OSError, ValueError) as exc:
             problems.append(str(exc))
+    if not any(True for _ in _folders(logdir)):
+        _say(f"there is no run of hapi.callbacks.VisualDL in {logdir} yet; one that begins will be shown")
     if problems:
         raise _BoardError("the board cannot start with these files:\n  " + "\n  ".join(problems))
 

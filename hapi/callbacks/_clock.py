@@ -20,39 +20,49 @@ class StepClock:
 
     Attributes:
         seconds: Training time since :meth:`start`.
-        waiting: The part of ``seconds`` between a batch and the next: reading data, for the most.
+        waiting: The part of ``seconds`` spent waiting for data.
         rows: Rows since :meth:`start`.
 
     Example:
         >>> clock = StepClock()
         >>> clock.start()
-        >>> clock.data_ready()  # on_train_batch_begin
+        >>> clock.data_ready(0.002)  # on_train_batch_begin, with run.read_seconds
         >>> clock.batch_done(32)  # on_train_batch_end
         >>> clock.read(steps=1)["step_time_ms"]
         12.5
     """
 
-    __slots__ = ("_clock", "_last", "_mark", "_paused", "rows", "seconds", "waiting")
+    __slots__ = ("_clock", "_last", "_mark", "_paused", "_read", "rows", "seconds", "waiting")
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.start()
 
-    def start(self) -> None:
-        """Begin at zero."""
+    def start(self, read: float = 0.0) -> None:
+        """Begin at zero.
+
+        Args:
+            read: Seconds that the run has spent reading data so far: ``run.read_seconds``.
+        """
         self.seconds = self.waiting = 0.0
+        self._read = read
         self.rows = 0
         self._last = (0.0, 0.0, 0)
         self._paused = False
         self._mark = self._clock()
 
-    def data_ready(self) -> None:
-        """A batch is there. Ends a pause."""
+    def data_ready(self, read: float) -> None:
+        """A batch is there. Ends a pause.
+
+        Args:
+            read: Seconds that the run has spent reading data so far. What else lies between two batches, other
+                callbacks for the most, is no waiting for data.
+        """
         now = self._clock()
         if not self._paused:
-            spent = now - self._mark
-            self.seconds += spent
-            self.waiting += spent
+            self.seconds += now - self._mark
+            self.waiting += read - self._read
+        self._read = read
         self._paused = False
         self._mark = now
 

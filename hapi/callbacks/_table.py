@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import io
@@ -56,7 +57,16 @@ def write_all(file: io.FileIO, data: bytes) -> None:
     """Write to an unbuffered file in one call, which a kill does not cut in two.
 
     Raises:
-        OSError: Not all of it could be written: the disk is full.
+        OSError: Not all of it could be written: the disk is full. What was written of it is taken back.
     """
-    if file.write(data) != len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+    begin, rest = os.fstat(file.fileno()).st_size, memoryview(data)
+    try:
+        while rest:  # once, unless the disk is full: then the second call says what is wrong
+            written = file.write(rest)
+            if not written:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), file.name)
+            rest = rest[written:]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), begin)
+        raise

@@ -102,14 +102,14 @@ class BoardLogger(Logger):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Open the run; write its texts."""
-        super().on_train_begin(logs)
-        self._norm = None
-        self._histograms_due = self.grad_histograms
         if self.confusion_matrix and not any(_is_matrix(m) for m in self.run.meters.metrics):
             raise ValueError(
                 f"{type(self).__name__}: confusion_matrix=True draws hapi.metrics.ConfusionMatrix; add one to "
                 "prepare(metrics=...)"
             )
+        super().on_train_begin(logs)
+        self._norm = None
+        self._histograms_due = self.grad_histograms
         if not self._told_text:
             self._told_text = True
             for tag, text in self.text.items():

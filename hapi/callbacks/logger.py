@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import itertools
 import math
 import numbers
@@ -22,6 +23,7 @@ from torch import Tensor
 from hapi.callbacks._clock import StepClock
 from hapi.callbacks.base import Callback
 from hapi.callbacks.checks import whole
+from hapi.callbacks.console import say
 from hapi.engine.state import Logs
 
 __all__ = ["Logger"]
@@ -30,6 +32,8 @@ _NOT_CURVES = frozenset({"step", "batch_size", "samples", "lr", "outputs"})
 # Values that Throughput and DeviceStats add to the logs: of the machine, not of the model.
 _PERF = ("samples_per_sec", "step_time_ms", "data_time_ms", "gpu_", "cpu_", "tflops", "mfu")
 _GIB = float(1 << 30)
+# How an optimizer is carried out, not what it does.
+_NOT_HPARAMS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"})
 
 
 class Logger(Callback):
@@ -90,6 +94,8 @@ class Logger(Callback):
             raise TypeError(f"{owner}: hparams={hparams!r}; accepted: True, False, or a dict of further values")
         # Absolute: a script may change its folder before the first step.
         self.log_dir = Path(log_dir).absolute()
+        if self.log_dir.exists() and not self.log_dir.is_dir():
+            raise ValueError(f"{owner}: log_dir={os.fspath(log_dir)!r} is a file; accepted: a folder's path")
         self.name = name
         self.log_freq = None if log_freq is None else whole(owner, "log_freq", log_freq, 1)
         self.hparams = hparams if isinstance(hparams, bool) else dict(hparams)
@@ -162,7 +168,7 @@ class Logger(Callback):
             tags = [f"{phase}/{name}" for name in self.params["metrics"]]
             self._guard(lambda: self.write_hparams(self._hyperparameters(), tags))
         self._clock_step = progress.global_step
-        self._clock.start()
+        self._clock.start(self.run.read_seconds)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Values start anew with the epoch, unless it is resumed in its middle."""
@@ -172,7 +178,7 @@ class Logger(Callback):
 
     def on_train_batch_begin(self, step: int, logs: Logs | None = None) -> None:
         """The time up to here was spent waiting for data."""
-        self._clock.data_ready()
+        self._clock.data_ready(self.run.read_seconds)
 
     def on_train_batch_end(self, step: int, logs: Logs | None = None) -> None:
         """Write a point every ``log_freq`` batches and at the epoch's last batch."""
@@ -261,6 +267,24 @@ class Logger(Callback):
         atexit.register(self._close)
 
     def _new_folder(self) -> Path:
+        """A folder that no other run has; writers of one fit with one name share theirs, if they are of other kinds."""
+        owner, key = type(self).__name__, (str(self.log_dir), self.name)
+        taken, kinds = self.run.folders.get(key, (None, set()))
+        if taken is not None and owner not in kinds:
+            kinds.add(owner)
+            return taken
+        try:
+            folder = self._made_folder()
+        except OSError as exc:
+            raise type(exc)(
+                exc.errno, f"{owner}: no folder can be made in log_dir: {exc.strerror}", exc.filename
+            ) from exc
+        self.run.folders[key] = (folder, {owner})
+        if self.name is not None and folder.name != self.name:
+            say(f"{owner}: another run has the name {self.name!r}; this one is in {folder}")
+        return folder
+
+    def _made_folder(self) -> Path:
         name = self.name or time.strftime("%Y%m%d-%H%M%S")
         self.log_dir.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
@@ -269,10 +293,10 @@ class Logger(Callback):
                 folder.mkdir()  # fails where another process was first
             except FileExistsError:
                 if folder.is_dir() and not any(folder.iterdir()):
-                    return folder
+                    break
             else:
-                return folder
-        raise AssertionError("unreachable")
+                break
+        return folder
 
     def _is_open(self) -> bool:
         # A forked child has a copy of the writer, but not its threads: touching it would hang.
@@ -292,6 +316,9 @@ class Logger(Callback):
         if not self._is_open() or self._off:
             return
         try:
+            if self.folder is not None and not self.folder.is_dir():
+                # A file that is open can still be written to when it has no name any more.
+                raise FileNotFoundError(errno.ENOENT, "the folder is gone")
             action()
         except OSError as exc:
             self._off = True
@@ -341,15 +368,16 @@ class Logger(Callback):
             "network": type(run.network).__name__,
             "parameters": sum(p.numel() for p in run.network.parameters()),
             "optimizer": type(optimizer).__name__,
-            **{k: v for k, v in (optimizer.defaults if optimizer else {}).items() if v is not None},
+            **{k: v for k, v in (optimizer.defaults if optimizer else {}).items() if k not in _NOT_HPARAMS},
             "batch_size": params["batch_size"],
             "epochs": params["epochs"],
             "accumulate_grad_batches": config.accumulate,
             "ranks": run.env.world,
             "seed": config.seed,
             "precision": str(config.precision.dtype or "float32").removeprefix("torch."),
-            "scheduler": type(run.scheduler).__name__,
         }
+        if run.scheduler is not None:
+            found["scheduler"] = type(run.scheduler).__name__
         if optimizer is not None:
             found["lr"] = float(optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"]))
         found |= self.hparams if isinstance(self.hparams, dict) else {}

@@ -16,7 +16,8 @@ from hapi.engine.state import Logs
 
 __all__ = ["LearningRateFinder"]
 
-_SMOOTHING = 0.98
+_WIDTH = 0.03  # of the smoothing: a share of the steps
+_LOOKS = 5  # steps whose median says whether the loss has diverged
 
 
 class LearningRateFinder(Callback):
@@ -30,9 +31,9 @@ class LearningRateFinder(Callback):
         max_lr: The rate of the last one.
         steps: How many.
         mode: ``"exponential"`` or ``"linear"``: how rates lie between.
-        diverged: The trial ends when the smoothed loss is this many times its least; None: never.
-        method: ``"steepest"``: the rate at which the smoothed loss falls fastest; ``"minimum"``: a tenth of the rate
-            of its least value.
+        diverged: The trial ends when the loss (the median of 5 steps) is this many times its least; None: never.
+        method: ``"steepest"``: the rate at which the loss falls fastest; ``"minimum"``: a tenth of the rate of its
+            least value. Both look at the loss smoothed over its neighbours on both sides, so that it does not lag.
         update: Train with the suggestion. Parameter groups keep their ratios. False only measures.
         verbose: 1 prints the suggestion.
 
@@ -134,14 +135,13 @@ class LearningRateFinder(Callback):
         axes = figure.add_subplot()
         smooth = self._smoothed()
         axes.plot(self.lrs, self.losses, color="#bbbbbb", linewidth=1, label="loss")
-        axes.plot(self.lrs, smooth, color="#0072b2", linewidth=2, label="smoothed")
+        axes.plot(self.lrs[: len(smooth)], smooth, color="#0072b2", linewidth=2, label="smoothed")
         if self.suggestion is not None:
-            height = float(np.interp(self.suggestion, self.lrs, smooth))
+            height = float(np.interp(self.suggestion, self.lrs[: len(smooth)], smooth))
             axes.plot([self.suggestion], [height], "o", color="#d55e00", label=f"suggestion {self.suggestion:.3g}")
-        finite = [value for value in smooth if math.isfinite(value)]
-        if finite:
-            low, high = min(finite), max(finite[0], min(finite) * 2, finite[len(finite) // 2])
-            axes.set_ylim(low - 0.1 * abs(low), high + 0.2 * abs(high))
+        if smooth:
+            low, high = min([*smooth, *self.losses]), max(smooth[: len(smooth) // 2])
+            axes.set_ylim(low - 0.1 * (high - low), high + 0.5 * (high - low))  # not to where it diverged
         axes.set_xscale("log" if self.mode == "exponential" else "linear")
         axes.set_xlabel("learning rate")
         axes.set_ylabel("loss")
@@ -169,14 +169,14 @@ class LearningRateFinder(Callback):
             rates = self.min_lr + share * (self.max_lr - self.min_lr)
         else:
             rates = self.min_lr * (self.max_lr / self.min_lr) ** share
-        best = math.inf
+        least = math.inf
         for index, loss in enumerate(self.run.trials.losses(self.steps, lambda index: self._set(float(rates[index])))):
             self.lrs.append(float(rates[index]))
             self.losses.append(loss)
-            smooth = self._smoothed()[-1]
-            best = min(best, smooth)
+            middle = float(np.median(self.losses[-_LOOKS:]))
+            least = min(least, middle)
             # Every rank has the same loss, so every rank ends here.
-            if not math.isfinite(loss) or (self.diverged is not None and index > 10 and smooth > self.diverged * best):
+            if not math.isfinite(loss) or (self.diverged is not None and index > 10 and middle > self.diverged * least):
                 break
 
     def _set(self, rate: float) -> None:
@@ -188,21 +188,21 @@ class LearningRateFinder(Callback):
             group["lr"] = rate * ratio
 
     def _smoothed(self) -> list[float]:
-        """The exponential mean, without the bias of its beginning."""
-        mean, out = 0.0, []
-        for index, loss in enumerate(self.losses, 1):
-            mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-            out.append(mean / (1 - _SMOOTHING**index))
-        return out
+        """Means over neighbours on both sides, weighted by a bell whose width is a share of all steps."""
+        losses = np.array([loss for loss in self.losses if math.isfinite(loss)])
+        places = np.arange(len(losses))
+        # What has diverged must not reach back to where the loss still fell.
+        losses = np.minimum(losses, 2 * losses[:_LOOKS].max(initial=0.0))
+        weights = np.exp(-0.5 * ((places[:, None] - places) / max(1.0, _WIDTH * self.steps)) ** 2)
+        return [float(value) for value in (weights * losses).sum(1) / weights.sum(1)]
 
     def _suggest(self) -> float | None:
-        """Without the first steps, where the mean is young, and the last, which may have diverged."""
-        smooth = np.array([v for v in self._smoothed() if math.isfinite(v)])
-        skip = min(10, len(smooth) // 4)
-        inner = smooth[skip:-1]
+        """Without the last steps, which may have diverged."""
+        smooth = np.array(self._smoothed())
+        inner = smooth[: max(0, len(smooth) - _LOOKS)]
         if len(inner) < 3 or np.ptp(inner) <= 1e-6 * np.abs(inner).max():  # rounding is no slope
             return None
-        rates = np.array(self.lrs[skip : skip + len(inner)])
+        rates = np.array(self.lrs[: len(inner)])
         if self.method == "minimum":
             return float(rates[int(inner.argmin())]) / 10
         slope = np.gradient(inner, np.log(rates) if self.mode == "exponential" else rates)

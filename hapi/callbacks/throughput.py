@@ -77,7 +77,7 @@ class Throughput(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin at zero."""
-        self._clock.start()
+        self._clock.start(self.run.read_seconds)
         self._clock.pause()
         self._marks.clear()
         self._marks.append(self._mark())
@@ -89,7 +89,7 @@ class Throughput(Callback):
 
     def on_train_batch_begin(self, step: int, logs: Logs | None = None) -> None:
         """The data is there."""
-        self._clock.data_ready()
+        self._clock.data_ready(self.run.read_seconds)
 
     def on_train_batch_end(self, step: int, logs: Logs | None = None) -> None:
         """Add the values at log points."""

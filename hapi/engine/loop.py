@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,7 +111,13 @@ def _train_epoch(
         meters.reset()
         run.logs = {}
     place.now = ("reading batch", index)
-    for share in shares(run, feed, loss):
+    clock, following = time.perf_counter, shares(run, feed, loss)
+    while True:
+        asked = clock()
+        share = next(following, None)
+        if share is None:
+            break
+        run.read_seconds += clock() - asked
         if begin:
             place.now = ("in callbacks before batch", index)
             fire(begin, index, {})
@@ -373,7 +380,12 @@ def _end_by_signal(run: Run, hooks: Hooks) -> None:
         run.pending.append(Request("save", os.path.join(run.save_dir, f"step-{run.progress.global_step}")))
         _carry_out(run, hooks)
         _await_saves(run, hooks)
-    raise end_by_signal(run.note.number)
+    ended = end_by_signal(run.note.number)
+    if run.save_dir is not None:
+        add_note(
+            ended, f"step {run.progress.global_step} is saved in {run.save_dir}; fit(resume='auto') goes on from it"
+        )
+    raise ended
 
 
 def _host_copy(value: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hapi.distributed.hang import Place
@@ -143,7 +144,7 @@ class Control:
         self.requests.append(Request("restore"))
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """One call of ``fit``, ``evaluate`` or ``predict``: everything the loop needs, resolved.
 
@@ -162,6 +163,8 @@ class Run:
         note: The signal that asked for an end.
         writer: Writes checkpoints in the background.
         place: Where the loop stands, for the hang report.
+        read_seconds: How long this fit has waited for batches.
+        folders: Folders that writers of this fit took, by log folder and name: those of other kinds may share them.
         gradients: The gradients of what the optimizer steps, by the network's names of the parameters.
         example: The first batch of the phase; None before it came.
         average: Averaged weights, where a callback keeps some.
@@ -194,6 +197,8 @@ class Run:
     note: SignalNote = field(default_factory=SignalNote)
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     place: Place = field(default_factory=Place)
+    read_seconds: float = 0.0
+    folders: dict[tuple[str, str | None], tuple[Path, set[str]]] = field(default_factory=dict)
     gradients: Callable[[], list[tuple[str, Tensor]]] = list
     example: Callable[[], Batch | None] = lambda: None
     evaluated: tuple[Batch, Any] | None = None

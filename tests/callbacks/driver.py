@@ -81,6 +81,8 @@ class Driver:
             example=lambda: None,
             evaluated=None,
             notes=[],
+            read_seconds=0.0,
+            folders={},
             average=None,
             trials=SimpleNamespace(
                 losses=self._try,

@@ -70,6 +70,19 @@ def test_the_suggestion_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert finder.lrs[0] == pytest.approx(1e-5)
 
 
+def test_the_suggestion_depends_little_on_the_number_of_steps() -> None:
+    found = []
+    for steps in (50, 100, 200):
+        net = mlp()
+        finder = LearningRateFinder(1e-5, 10.0, steps, verbose=0, update=False)
+        model = hapi.Model(net).prepare(torch.optim.Adam(net.parameters()), "cross_entropy")
+        model.fit(blobs(1000), batch_size=32, verbose=0, num_iters=1, seed=1, callbacks=finder)
+        assert finder.suggestion is not None
+        found.append(finder.suggestion)
+    # Some it must: with fewer steps per rate, a loss needs higher rates to fall. A mean that lags made this 15.
+    assert max(found) < 7 * min(found), found
+
+
 def test_groups_keep_their_ratio() -> None:
     net = mlp()
     groups = [{"params": net[0].parameters(), "lr": 0.2}, {"params": net[3].parameters(), "lr": 0.1}]

@@ -6,6 +6,8 @@ import copy
 import math
 import os
 import pickle
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +283,57 @@ def test_a_full_disk_costs_the_curves_not_the_training(tmp_path: Path) -> None:
         history = fit(prepared(), notes)
     assert len(history.history["loss"]) == 2
     assert notes.events.count("close") == 1
+
+
+def test_a_folder_that_vanishes_costs_the_curves_not_the_training(tmp_path: Path) -> None:
+    class Removes(Callback):
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            if self.run.progress.global_step == 4:
+                shutil.rmtree(tmp_path / "run")
+
+    notes = Notes(tmp_path, "run")
+    with pytest.warns(RuntimeWarning, match=r"Notes: cannot write to .*the folder is gone.*without Notes"):
+        history = fit(prepared(), notes, Removes())
+    assert len(history.epoch) == 2
+    assert [step for step, _ in notes.points] == [3]
+
+
+def test_a_log_dir_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"Notes: log_dir='.*file' is a file; accepted: a folder's path"):
+        Notes(tmp_path / "file")
+    notes = Notes(tmp_path / "later")
+    (tmp_path / "later").touch()
+    with pytest.raises(FileExistsError, match="Notes: no folder can be made in log_dir: File exists"):
+        fit(prepared(), notes)
+
+
+def test_writers_of_other_kinds_share_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Others(Notes):
+        pass
+
+    first, other, second = Notes(tmp_path, "run"), Others(tmp_path, "run"), Notes(tmp_path, "run")
+
+    class Marks(Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            assert first.folder is not None
+            (first.folder / "data").touch()
+
+    fit(prepared(), first, Marks(), other, second)
+    assert first.folder == other.folder == tmp_path / "run"
+    assert second.folder == tmp_path / "run-2"
+    assert capsys.readouterr().out == f"Notes: another run has the name 'run'; this one is in {tmp_path / 'run-2'}\n"
+
+
+def test_other_callbacks_are_not_taken_for_waiting_for_data(tmp_path: Path) -> None:
+    class Slow(Callback):
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            time.sleep(0.02)
+
+    notes = Notes(tmp_path)
+    fit(prepared(), notes, Slow(), epochs=1)
+    assert all(value > 20 for _, value in notes.curve("perf/step_time_ms")[1:])
+    assert all(value < 10 for _, value in notes.curve("perf/data_time_ms"))
 
 
 def test_an_error_closes_the_writer(tmp_path: Path) -> None:

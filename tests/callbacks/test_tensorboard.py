@@ -440,8 +440,8 @@ def test_a_full_disk_does_not_stop_the_training(tmp_path: Path) -> None:
         ended = box.run([sys.executable, box.script("full.py", code)])
     assert (ended.code, ended.out) == (0, ""), ended.err
     run = tmp_path / "log" / "run"
-    assert len(events(run)) == 2  # nothing behind the torn record
-    assert (run / events(run)[0]).stat().st_size == 2000
+    assert len(events(run)) == 2
+    assert 1500 < (run / events(run)[0]).stat().st_size < 2000  # the torn record was taken back
     steps = [step for step, _ in curve(run, "train/loss")]
     assert steps[:3] == [1, 2, 3]
     assert steps[-8:] == list(range(25, 33))
@@ -467,6 +467,8 @@ def test_a_missing_package_is_named(
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_before_training(tmp_path: Path) -> None:
+    driver = Driver([TensorBoard(tmp_path / "log", "run")])
     (tmp_path / "log").write_text("a file")
     with pytest.raises(OSError, match="log"):
-        Driver([TensorBoard(tmp_path / "log", "run")]).fit(1)
+        driver.fit(1)
+    assert driver.run.progress.global_step == 0

@@ -17,6 +17,7 @@ from tests.helpers.nets import blobs
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
+        self.read = 0.0  # seconds of reading
 
     def __call__(self) -> float:
         return self.now
@@ -24,7 +25,8 @@ class Clock:
 
 def batch(steps: StepClock, clock: Clock, waiting: float, computing: float, rows: int = 4) -> None:
     clock.now += waiting
-    steps.data_ready()
+    clock.read += waiting
+    steps.data_ready(clock.read)
     clock.now += computing
     steps.batch_done(rows)
 
@@ -77,7 +79,7 @@ def test_pauses_do_not_count() -> None:
 def test_the_clock_can_be_copied() -> None:
     for steps in (copy.deepcopy(StepClock()), pickle.loads(pickle.dumps(StepClock()))):
         steps.start()
-        steps.data_ready()
+        steps.data_ready(0.0)
         steps.batch_done(1)
         assert steps.rows == 1
 
@@ -90,6 +92,7 @@ class Work(Callback):
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
         self.clock.now += 2
+        self.run.read_seconds += 2
 
     def on_eval_batch_begin(self, step: int, logs: Any = None) -> None:
         self.clock.now += 50

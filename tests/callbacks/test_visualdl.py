@@ -334,8 +334,8 @@ def test_a_full_disk_does_not_stop_the_training(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_before_training(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("a file")
     driver = Driver([VisualDL(tmp_path / "log", "run")])
+    (tmp_path / "log").write_text("a file")
     with pytest.raises(OSError, match="log"):
         driver.fit(1)
     assert driver.run.progress.global_step == 0
