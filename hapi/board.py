@@ -147,7 +147,7 @@ def _mend(logdir: Path) -> None:
         except (OSError, ValueError) as exc:
             problems.append(str(exc))
     if not any(True for _ in _folders(logdir)):
-        _say(f"there is no run of hapi.callbacks.VisualDL in {logdir} yet; one that begins will be shown")
+        _say(f"there is no run of hapi.callbacks.VisualDL in {logdir} yet; one that begins will be shown", sys.stderr)
     if problems:
         raise _BoardError("the board cannot start with these files:\n  " + "\n  ".join(problems))
 

@@ -67,7 +67,12 @@ def leak_check(_seeded: None) -> Iterator[None]:
     folder = Path.cwd()
     yield
     # torch names its compile cache the first time an optimizer steps, tensorboardX its checksums' mode at import.
-    ignored = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "CRC32C_SW_MODE")
+    ignored = (
+        "PYTEST_CURRENT_TEST",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "CRC32C_SW_MODE",
+        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+    )
     after = {k: v for k, v in os.environ.items() if k not in ignored}
     before = {k: v for k, v in environment.items() if k not in ignored}
     assert after == before, f"environment changed: {sorted(set(after.items()) ^ set(before.items()))}"
