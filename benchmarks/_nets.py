@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 Pass = Callable[[], None]
 
+MEAN, STD = 0.1307, 0.3081  # of MNIST, as everybody has them
+
 
 class LeNet(nn.Module):
     """For ``[B, 1, 28, 28]``."""
@@ -133,7 +135,7 @@ NETS: dict[str, Callable[[Pass], nn.Module]] = {
 
 
 class MapImages(Dataset[tuple[Tensor, int]]):
-    """Bytes in memory, one float32 image at a time: what most people write."""
+    """Bytes in memory, one float32 image at a time, normalised: what most people write."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
@@ -142,7 +144,7 @@ class MapImages(Dataset[tuple[Tensor, int]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index].float() / 255, int(self.labels[index])
+        return (self.images[index].float() / 255 - MEAN) / STD, int(self.labels[index])
 
 
 class MapRows(Dataset[tuple[Tensor, Any]]):
@@ -164,8 +166,8 @@ def map_style(inputs: Tensor, labels: Tensor) -> Dataset[Any]:
 
 
 def as_floats(inputs: Tensor) -> Tensor:
-    """Images as float32 in [0, 1]; other inputs as they are."""
-    return inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
+    """Images as float32, normalised; other inputs as they are."""
+    return (inputs.float() / 255 - MEAN) / STD if inputs.dtype == torch.uint8 else inputs
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,13 @@ def _fit_best(task: Task) -> None:
     if fast:
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     parameters, optimizer = list(net.parameters()), task.optimizer(**({"fused": True} if fast else {}))
+    inputs = as_floats(task.inputs)
     net.train()
     for epoch in itertools.count():
         total, correct = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
         seen = counted = 0
-        for step, (inputs, labels) in enumerate(_gathered(task, fast), 1):
-            logits = net(inputs)
+        for step, (batch, labels) in enumerate(_gathered(task, inputs, fast), 1):
+            logits = net(batch)
             loss = loss_fn(logits, labels)
             loss.backward()
             optimizer.step()
@@ -78,10 +79,9 @@ def _fit_best(task: Task) -> None:
                 print(f"epoch {epoch} step {step} loss {total / seen:.4f} acc {correct / counted:.4f}")
 
 
-def _gathered(task: Task, channels_last: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _gathered(task: Task, inputs: Tensor, channels_last: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """The batches of an epoch, each one gather, or one slice where the order is the data's."""
-    inputs, labels, rows = task.inputs, task.labels, task.rows
-    scale = torch.tensor(255.0) if inputs.dtype == torch.uint8 else None
+    labels, rows = task.labels, task.rows
     channels_last = channels_last and inputs.ndim == 4
     order = torch.randperm(len(labels)) if task.shuffle else None
     for first in range(0, len(labels), rows):
@@ -90,8 +90,6 @@ def _gathered(task: Task, channels_last: bool) -> Iterator[tuple[Tensor, Tensor]
         else:
             index = order[first : first + rows]
             batch, label = inputs.index_select(0, index), labels.index_select(0, index)
-        if scale is not None:
-            batch = batch / scale
         yield (batch.contiguous(memory_format=torch.channels_last) if channels_last else batch), label
 
 
@@ -117,11 +115,13 @@ def evaluation_raw(task: Task) -> Evaluate:
     if fast:
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
+    everything = as_floats(task.inputs)
+
     def best() -> Result:
         net.eval()
         total, correct = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
         with torch.inference_mode():
-            for inputs, labels in _gathered(task, fast):
+            for inputs, labels in _gathered(task, everything, fast):
                 logits = net(inputs)
                 total.add_(loss_fn(logits, labels), alpha=len(labels))
                 correct.add_((logits.argmax(1) == labels).sum())
@@ -163,9 +163,6 @@ def _hapi_model(task: Task) -> Any:
 def _hapi_data(task: Task) -> Any:
     if task.form == "map":
         return map_style(task.inputs, task.labels)
-    if task.inputs.dtype == torch.uint8:  # what hapi.datasets.MNIST is, but for the files
-        images: Any = importlib.import_module("hapi.datasets").InMemoryImages
-        return images(task.inputs, task.labels, [str(label) for label in range(10)])
     return task.arrays
 
 

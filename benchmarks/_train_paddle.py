@@ -17,6 +17,8 @@ from _workloads import CLASSES, RATES, REPORT, SEQUENCE, VOCABULARY, WIDTH, WORK
 paddle: Any = importlib.import_module("paddle")
 nn = paddle.nn
 
+MEAN, STD = np.float32(0.1307), np.float32(0.3081)  # as in _nets.py, which needs torch
+
 
 class Tagger(nn.Layer):  # type: ignore[misc]
     """Token classification: two encoder layers; the classes are last, as Paddle's losses want them."""
@@ -56,14 +58,14 @@ class MapRows(paddle.io.Dataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         row = self.rows[index]
-        return row.astype("float32") / 255 if self.images else row, self.labels[index]
+        return (row.astype("float32") / 255 - MEAN) / STD if self.images else row, self.labels[index]
 
 
 def dataset_of(form: str, inputs: Any, labels: Any) -> Any:
     labels = labels[..., None]  # Accuracy takes [B, S] for one-hot labels
     if form == "map":
         return MapRows(inputs, labels)
-    floats = inputs.astype("float32") / 255 if inputs.dtype == np.uint8 else inputs
+    floats = (inputs.astype("float32") / 255 - MEAN) / STD if inputs.dtype == np.uint8 else inputs
     return paddle.io.TensorDataset([paddle.to_tensor(floats), paddle.to_tensor(labels)])
 
 

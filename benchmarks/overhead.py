@@ -7,8 +7,12 @@ table shows medians over rounds of process CPU time. Run: ``python benchmarks/ov
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import pty
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -78,6 +82,22 @@ def with_hapi(verbose: int, *callbacks: hapi.callbacks.Callback) -> Callable[[],
     )
 
 
+def shown(verbose: int) -> Callable[[], None]:
+    """hapi as a user runs it: a report every 10 batches, with a live bar (1) or lines (2), on a terminal."""
+    net, optimizer, x, y = make()
+    model = hapi.Model(net).prepare(optimizer, nn.CrossEntropyLoss(), "accuracy")
+
+    def run() -> None:
+        ours, theirs = pty.openpty()
+        with subprocess.Popen(["cat"], stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reader:
+            os.close(ours)
+            with open(theirs, "w") as terminal, contextlib.redirect_stdout(terminal):
+                model.fit((x, y), batch_size=BATCH, shuffle=False, verbose=verbose, log_freq=10)
+            reader.kill()
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
@@ -89,6 +109,8 @@ def main() -> None:
         "ordinary raw loop": ordinary_loop(),
         "hapi": with_hapi(0),
         "hapi, a callback that does nothing": with_hapi(0, hapi.callbacks.Callback()),
+        "hapi, a live bar, log_freq 10": shown(1),
+        "hapi, lines, log_freq 10": shown(2),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():
