@@ -333,7 +333,8 @@ def test_other_callbacks_are_not_taken_for_waiting_for_data(tmp_path: Path) -> N
     notes = Notes(tmp_path)
     fit(prepared(), notes, Slow(), epochs=1)
     assert all(value > 20 for _, value in notes.curve("perf/step_time_ms")[1:])
-    assert all(value < 10 for _, value in notes.curve("perf/data_time_ms"))
+    # Reading takes microseconds; a busy machine may hold up one of the three points.
+    assert sorted(value for _, value in notes.curve("perf/data_time_ms"))[1] < 10
 
 
 def test_an_error_closes_the_writer(tmp_path: Path) -> None:
