@@ -111,9 +111,8 @@ def test_accumulation_weighs_as_before(labels_weigh: bool) -> None:
 
 
 def test_inductor_trains_with_a_compiled_step_and_says_how_long_it_took(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # Inductor sets it, and leaves it set
     plain, compiled = mlp(), mlp()
     expected = train(prepared(plain, scheduler="cosine"))
     model = prepared(compiled, scheduler="cosine", compile="step")
@@ -274,8 +273,7 @@ def test_with_graphs_a_short_batch_runs_uncompiled_and_nothing_is_written_over()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graphs_give_the_same_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # Inductor sets it, and leaves it set
+def test_cuda_graphs_give_the_same_history() -> None:
     histories = []
     for compile in (False, "graph"):
         model = hapi.Model(mlp(), device="cuda").prepare("adam", "cross_entropy", Kept(), compile=compile)

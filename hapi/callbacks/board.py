@@ -79,8 +79,7 @@ class BoardLogger(Logger):
         self.text = dict(text or {})
         self._told_text = False
         self._norm: Tensor | None = None
-        if self.images or self.confusion_matrix:
-            _drawing(owner)
+        self._need_packages()
         # Hooks that cost something are there only if they have something to do.
         if self.grad_norm or self.grad_histograms:
             self.on_before_optimizer_step = self._look_at_gradients  # type: ignore[method-assign]
@@ -88,6 +87,11 @@ class BoardLogger(Logger):
             self.on_eval_batch_end = self._look_at_outputs  # type: ignore[method-assign]
 
     # ---------------------------------------------------------------- for subclasses
+
+    def _need_packages(self) -> None:
+        """Called by the constructor, once the arguments are checked; raises ImportError for what is missing."""
+        if self.images or self.confusion_matrix:
+            _drawing(type(self).__name__)
 
     def write_histogram(self, tag: str, values: np.ndarray[Any, Any], step: int) -> None:
         """Write the distribution of ``values``: 1-d floats, finite, at least one."""

@@ -11,7 +11,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,36 +59,12 @@ class VisualDL(BoardLogger):
 
     live: ClassVar[tuple[str, ...]] = ("_file",)
 
-    def __init__(
-        self,
-        log_dir: str | os.PathLike[str],
-        name: str | None = None,
-        *,
-        log_freq: int | None = None,
-        hparams: bool | Mapping[str, Any] = False,
-        grad_norm: bool = False,
-        weight_histograms: bool = False,
-        grad_histograms: bool = False,
-        images: int = 0,
-        confusion_matrix: bool = False,
-        classes: Sequence[str] | None = None,
-        text: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(
-            log_dir,
-            name,
-            log_freq=log_freq,
-            hparams=hparams,
-            grad_norm=grad_norm,
-            weight_histograms=weight_histograms,
-            grad_histograms=grad_histograms,
-            images=images,
-            confusion_matrix=confusion_matrix,
-            classes=classes,
-            text=text,
-        )
-        load()  # what is missing shows here, not after an hour of loading data
-        self._file: Any = None
+    _file: Any = None
+
+    def _need_packages(self) -> None:
+        """What is missing shows here, not after an hour of loading data."""
+        super()._need_packages()
+        load()
 
     def open_run(self, folder: Path, step: int, resumed: bool) -> None:
         """Open the folder's record file, without what a killed run left behind its checkpoint."""

@@ -20,24 +20,27 @@ _USERS_OWN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PA
 _OTHERS = ("jemalloc", "tcmalloc", "mimalloc")
 
 _lock = threading.Lock()
-_done: set[int] = set()
+_raised: dict[int, bool] = {}  # by process: a forked one decides anew
 
 
 def keep_freed_memory() -> bool:
-    """Raise glibc's thresholds, once per process. Returns whether they are (now, or since an earlier call) raised.
+    """Raise glibc's thresholds. Decided and done once per process; returns whether they are raised.
 
     Nothing is done where malloc is not glibc's, where the user has set its thresholds (``MALLOC_MMAP_THRESHOLD_``,
     ``GLIBC_TUNABLES`` ...), or with ``HAPI_MALLOC=default`` in the environment.
     """
     pid = os.getpid()
     with _lock:
-        if pid not in _done and _wanted():
-            libc = ctypes.CDLL(None)
-            # Older versions take no more than half of their heaps' size.
-            raised = any(libc.mallopt(_M_MMAP_THRESHOLD, size) for size in (1 << 30, 32 << 20))
-            if raised and libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1):
-                _done.add(pid)
-        return pid in _done
+        if pid not in _raised:
+            _raised[pid] = _wanted() and _raise_thresholds()
+        return _raised[pid]
+
+
+def _raise_thresholds() -> bool:
+    libc = ctypes.CDLL(None)
+    # Older versions take no more than half of their heaps' size.
+    raised = any(libc.mallopt(_M_MMAP_THRESHOLD, size) for size in (1 << 30, 32 << 20))
+    return raised and bool(libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
 
 
 def _wanted() -> bool:

@@ -24,7 +24,8 @@ class Trials:
     """What a callback may try in ``on_train_begin``, before the first step.
 
     Args:
-        run: The run. Its ``feed`` is what is trained on.
+        run: The run.
+        feed: The data; the attribute of that name is what is trained on afterwards.
         step: The training step.
         loss: The loss.
         open_loader: Opens the training data with another number of rows per rank and batch.
