@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,9 +26,13 @@ def _close_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Packages that make folders in the home folder when they are imported (visualdl, matplotlib) make them here."""
+    """Packages that make folders in the home folder when they are imported (visualdl, matplotlib) make them here.
+
+    Inductor's cache is fresh too, or a test that compiles would do nothing on a machine where it ran before.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
 
 
@@ -39,11 +44,18 @@ def _seeded() -> None:
     torch.set_num_threads(1)
 
 
+def _inductor_threads() -> set[threading.Thread]:
+    """The threads that torch keeps for Inductor, from the first kernel that it compiles until the process ends."""
+    module = sys.modules.get("torch._inductor.async_compile")
+    if module is None or not module.AsyncCompile.pool.cache_info().currsize:
+        return set()
+    return set(module.AsyncCompile.pool()._threads)
+
+
 def _threads() -> set[threading.Thread]:
     # tqdm's and torch's own helpers may start once and stay; only ours and the tests' count.
-    return {
-        t for t in threading.enumerate() if t.is_alive() and not t.name.startswith(("pytest_timeout", "tqdm_monitor"))
-    }
+    named = (t for t in threading.enumerate() if not t.name.startswith(("pytest_timeout", "tqdm_monitor")))
+    return {t for t in named if t.is_alive()} - _inductor_threads()
 
 
 def _files() -> set[str]:
