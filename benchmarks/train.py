@@ -28,6 +28,7 @@ loops and hapi in two short rounds.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import json
 import os
@@ -288,6 +289,8 @@ class Start:
 def measure_starts(options: Options) -> dict[str, Start]:
     """In fresh processes, in random order, as often as there are rounds, at most 5 times; once where it is short."""
     starts = {name: Start(failure=options.failures.get(name, "")) for name in options.names if name in IMPORTS}
+    # As pip has done for the others: this tree may be imported for the first time, or where Python writes no bytecode.
+    compileall.compile_dir(ROOT / "hapi", quiet=1)
     with tempfile.TemporaryDirectory() as home:
         np.savez(Path(home) / "data.npz", **data_of("lenet")[1])
         for launch in range(1 if options.short else min(options.rounds, 5)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,10 @@ def test_the_architecture_page_names_every_package() -> None:
     for path in MODULES:
         if path.name != "__init__.py":
             assert path.name in page or f"{path.parent.name}/" in page, f"docs/architecture.md lacks {path.name}"
+
+
+def test_import_adds_few_modules_to_torch() -> None:
+    lines = "import sys, torch; before = set(sys.modules); import hapi; print(*set(sys.modules) - before)"
+    added = subprocess.run([sys.executable, "-c", lines], check=True, capture_output=True, text=True).stdout.split()
+    assert len(added) < 250
+    assert not {name.split(".")[0] for name in added} & HEAVY

@@ -186,10 +186,13 @@ def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters:
     meters, loader = run.meters, feed.loader
     total = loader.batches if num_iters is None or loader.batches is None else min(loader.batches, num_iters)
     begin, end = hooks.of("on_eval_batch_begin"), hooks.of("on_eval_batch_end")
-    log_freqs = (run.config.log_freq, *hooks.log_freqs) if "on_eval_batch_end" in hooks.listens else ()
+    log_freqs = (run.config.log_freq, *hooks.log_freqs)
+    alone = run.env.world == 1
+    # An unknown length can differ between ranks, so nothing may be reduced on the way.
+    reads = "on_eval_batch_end" in hooks.listens and (alone or loader.rows(0) is not None)
     meters.reset()
     run.strategy.share_buffers(run.network)
-    place = run.place
+    place, split = run.place, feed.split
     with evaluating(run.network):
         hooks.call("on_eval_begin", {"steps": total, "metrics": meters.names})
         place.now = ("reading evaluation batch", 0)
@@ -197,22 +200,20 @@ def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters:
             place.now = ("evaluating batch", index - 1)
             if begin:
                 fire(begin, index - 1, {})
-            rows = loader.rows(index - 1)
+            rows = None if alone else loader.rows(index - 1)
             if raw is not None:
-                batch = feed.split(raw)
+                batch = split(raw)
                 rows = batch.rows if rows is None else rows
                 outputs, _ = step(batch)
                 if end:
                     run.evaluated = batch, outputs
-            if not log_freqs:
-                continue
-            logs: Logs = {"step": index, "batch_size": rows}
-            # An unknown length can differ between ranks, so nothing may be reduced on the way.
-            known = loader.rows(0) is not None or run.env.world == 1
-            if known and index != total and _due(index, log_freqs):
-                logs.update(meters.read())
-            if end:
-                fire(end, index - 1, logs)
+            read = reads and index != total and _due(index, log_freqs)
+            if read or end:
+                logs: Logs = {"step": index, "batch_size": rows}
+                if read:
+                    logs.update(meters.read())
+                if end:
+                    fire(end, index - 1, logs)
         run.evaluated = None
         place.now = ("reducing the evaluation",)
         logs = meters.read()

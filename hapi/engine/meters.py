@@ -150,7 +150,8 @@ class Meters:
     def add_losses(self, parts: Sequence[tuple[Tensor, Count]], *, means: bool) -> None:
         """Add each term's value: a mean to be weighted by its count, or a sum."""
         for index, (value, count) in enumerate(parts):
-            value = value.detach()
+            if value.requires_grad:
+                value = value.detach()
             slot, count_slot = self._loss_slots[index]
             if isinstance(count, int):
                 # A "sum" loss is the sum already, whichever form it comes in.

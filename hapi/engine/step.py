@@ -279,16 +279,21 @@ def build_eval_step(
     compiled: Compiled | None = None,
 ) -> EvalStep:
     """Build the evaluation step: forward, loss and metrics of one batch, without gradients."""
-    compute = computing(network, _no_parts if loss is None else loss.totals)
+    compute = computing(network, _no_parts if loss is None else loss.means)
     if compiled is not None:
         compute = compiled.evaluation(compute, loss=True)
     cast = autocast(device, precision)
+    casts = precision.dtype is not None
+    add_losses, add_metrics = meters.add_losses, meters.add_metrics
 
     def step(batch: Batch) -> tuple[Any, Parts]:
-        with cast():
+        if casts:
+            with cast():
+                outputs, parts = compute(batch)
+        else:
             outputs, parts = compute(batch)
-        meters.add_losses(parts, means=False)
-        meters.add_metrics(outputs, batch)
+        add_losses(parts, means=True)
+        add_metrics(outputs, batch)
         return outputs, parts
 
     return step
