@@ -435,7 +435,7 @@ class Model:
         loader = open_train(train_batch)
         eval_loader = None
         if eval_data is not None:
-            eval_loader = load(eval_data, "eval_data", eval_batch, shuffle=False, drop_last=False)
+            eval_loader = load(eval_data, "eval_data", eval_batch, shuffle=False, drop_last=False, lend=True)
         if num_iters is not None:
             steps = None if loader.batches is None else -(-loader.batches // config.accumulate)
             config = replace(config, epochs=None if steps is None else -(-num_iters // steps))
@@ -741,6 +741,8 @@ class Model:
         batch, _ = self._batch_sizes(batch_size, global_batch_size, where)
         how: dict[str, Any] = {"shuffle": False, "drop_last": False, "num_workers": num_workers, "seed": 0}
         how["resident"] = Resident(keep_on_device, self._device, where)
+        # What predict gives may be parts of its input, and is the user's to write into.
+        how["lend"] = where == "evaluate"
         loader = self._open(data, f"{where}: data", batch, **how)
         run = self._new_run(replace(self._config, log_freq=log_freq), self.network)
         chain = resolve.as_callbacks(callbacks, verbose=verbose, log_freq=log_freq)

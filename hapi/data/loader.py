@@ -106,6 +106,8 @@ class GatherLoader(_PlannedLoader):
         seed: Of the order.
         device: Where the gather takes its indices; None for the host. The order is moved there once per epoch.
         early: See :class:`Loader`.
+        ordered: Takes numbers of rows and of rows per batch, gives the batches of one process where they come in the
+            data's order. None: ``gather`` does.
     """
 
     def __init__(
@@ -117,9 +119,11 @@ class GatherLoader(_PlannedLoader):
         seed: int,
         device: torch.device | None = None,
         early: bool = False,
+        ordered: Callable[[int, int], Iterator[Any]] | None = None,
     ) -> None:
         super().__init__(plan, shuffle=shuffle, seed=seed)
         self.gather = gather
+        self.ordered = ordered
         self.device = device
         self.early = early
 
@@ -132,6 +136,9 @@ class GatherLoader(_PlannedLoader):
 
     def epoch(self, epoch: int, start: Start = NOTHING_SEEN) -> Iterator[Any]:
         order, gather, plan, seen = self.order(epoch), self.gather, self.plan.after(start.rows), start.rows
+        if plan.world == 1 and order is None and not seen and self.ordered is not None:
+            yield from self.ordered(plan.served, plan.batch)
+            return
         if plan.world == 1:
             # The plan's own arithmetic, without a call per batch.
             rows = seen + plan.served

@@ -7,7 +7,8 @@ moved, and finished there (:class:`InMemory`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,16 @@ from torch.utils.data import Subset, TensorDataset
 
 from hapi.data.loader import describe, leaves, map_tree
 
-__all__ = ["InMemory", "Resident", "Rows", "accelerated", "arrays_gather", "dataset_gather", "transformed"]
+__all__ = [
+    "InMemory",
+    "Lending",
+    "Resident",
+    "Rows",
+    "accelerated",
+    "arrays_gather",
+    "dataset_gather",
+    "transformed",
+]
 
 Gather = Callable[[Tensor | slice], Any]
 
@@ -207,6 +217,84 @@ def arrays_gather(tree: Any) -> Gather:
         return map_tree(lambda leaf: _taken(leaf, index), tree)
 
     return gather
+
+
+class Lending:
+    """Batches of host tensors in their order, as views, for a network that only reads what it is given.
+
+    A copy of each batch takes up to a twentieth of an evaluation. Whether the network writes into its input is found
+    out on a copy, the first batch: if that has changed when the next one is asked for, all batches are copies. A
+    network that begins to write later is told of at the end; torch counts a tensor's changes through all its views.
+
+    Args:
+        tensors: The data, on the host.
+        what: What to call it in messages.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], what: str) -> None:
+        self.tensors = tensors
+        self.what = what
+        self._lends: bool | None = None  # None: not known yet
+
+    @staticmethod
+    def of(lying: InMemory, what: str) -> Lending | None:
+        """Of plain tensors that are batches as they lie; None of others."""
+        plain = type(lying.tree) is tuple and all(
+            type(leaf) is Tensor and not leaf.requires_grad for leaf in lying.tree
+        )
+        return Lending(lying.tree, what) if plain and lying.finish is None and lying.chosen is None else None
+
+    def batches(self, rows: int, size: int) -> Iterator[tuple[Tensor, ...]]:
+        """The first ``rows`` rows, ``size`` at a time."""
+        done = 0
+        if self._lends is None:
+            done = min(size, rows)
+            copies = tuple([_counting_copy(leaf[:done]) for leaf in self.tensors])
+            versions = [copy._version for copy in copies]
+            yield copies
+            pairs = zip(copies, self.tensors, strict=True)
+            self._lends = _versions(copies) == versions and all(torch.equal(copy, leaf[:done]) for copy, leaf in pairs)
+            del copies
+        lent = [self._lends and _starts_alike(leaf, size) for leaf in self.tensors]
+        before = _versions(self.tensors)
+        try:
+            for first in range(done, rows, size * _AT_ONCE):
+                block = slice(first, min(first + size * _AT_ONCE, rows))
+                parts = [torch.split(leaf[block], size) for leaf in self.tensors]
+                yield from zip(
+                    *(part if alike else map(_counting_copy, part) for part, alike in zip(parts, lent, strict=True)),
+                    strict=True,
+                )
+        finally:
+            if self._lends and _versions(self.tensors) != before:
+                self._lends = False
+                warnings.warn(
+                    f"{self.what}: arrays were written into while they were evaluated. The network got parts of them, "
+                    "not copies, since it had not written into its first batch. From here on it gets copies; give a "
+                    "DataLoader to have copies from the start",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+
+_AT_ONCE = 256  # views that are made in one call
+_ALIGNED = 64
+
+
+def _counting_copy(rows: Tensor) -> Tensor:
+    """A copy that counts its changes, as a view does: a tensor that is made in inference mode does not."""
+    with torch.inference_mode(False):
+        return rows.clone()
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
+def _starts_alike(leaf: Tensor, size: int) -> bool:
+    """Whether all batches begin where a copy would, in memory: at an odd place matrix products have other last bits."""
+    stride = size * leaf.element_size() * math.prod(leaf.shape[1:])
+    return leaf.is_contiguous() and leaf.data_ptr() % _ALIGNED == stride % _ALIGNED == 0
 
 
 def dataset_gather(dataset: Any) -> Gather | None:

@@ -23,7 +23,7 @@ from hapi.data.loader import (
     stream_loader,
     tree_rows,
 )
-from hapi.data.memory import Gather, InMemory, Resident, accelerated, arrays_gather, dataset_gather
+from hapi.data.memory import Gather, InMemory, Lending, Resident, accelerated, arrays_gather, dataset_gather
 from hapi.data.sampler import BatchPlan
 from hapi.data.shard import shard_dataloader, shard_iterable
 from hapi.data.workers import choose_workers
@@ -49,6 +49,7 @@ def open_data(
     seed: int,
     float_dtype: torch.dtype,
     resident: Resident | None = None,
+    lend: bool = False,
 ) -> Loader:
     """Make the loader of ``data``.
 
@@ -63,6 +64,7 @@ def open_data(
         seed: Of the order.
         float_dtype: What float64 numpy arrays become.
         resident: Keeps data on the device; None keeps nothing.
+        lend: Whether batches of in-memory data may be views of it; see :class:`Lending`.
 
     Raises:
         TypeError: The data is none of the accepted kinds.
@@ -87,7 +89,8 @@ def open_data(
         if kept is not None:
             return GatherLoader(kept.batch, cut, device=kept.device, **order)
         if lying is None or not accelerated(device):
-            return GatherLoader(gather, cut, **order)
+            lending = None if lying is None or not lend else Lending.of(lying, what)
+            return GatherLoader(gather, cut, ordered=None if lending is None else lending.batches, **order)
         far = lying.pinned if device.type == "cuda" else lying.unfinished
         return DeviceLoader(GatherLoader(far, cut, early=True, **order), device)
 

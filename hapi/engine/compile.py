@@ -124,7 +124,7 @@ class Compiled:
         self._timed: set[str] = set()
         program = partial(_Program, choice)
         self._predict = program(network, None)
-        self._evaluate = program(network, None if loss is None else loss.totals)
+        self._evaluate = program(network, None if loss is None else loss.means)
         self._means = self._totals = None
         if loss is not None and self.trains:
             self._means, self._totals = program(module, loss.means), program(module, loss.totals)

@@ -19,6 +19,7 @@ from torch import Tensor
 from hapi.data.batch import Batch
 from hapi.distributed.collectives import all_gather_objects, all_reduce, gather_rows, stack_over_ranks
 from hapi.distributed.environment import Environment
+from hapi.engine.joining import Joining
 from hapi.engine.loss import Count, LossFunction
 from hapi.engine.plain import plain
 from hapi.engine.state import Logs
@@ -90,6 +91,9 @@ class Meters:
         self._stash: list[list[tuple[Tensor, ...]]] = [[] for _ in metrics]
         self._torch = [m for m in self._native if isinstance(m, TorchMetric)]
         self._warned: set[str] = set()
+        joins = bool(metrics) and self.device.type == "cpu" and not self.offload
+        joins = joins and all(vars(type(m.metric)).get("_counts_rows") and m.route is None for m in metrics)
+        self._joining = Joining(self._update) if joins else None
         self.latest: dict[str, Tensor] = {}
         self.values: Logs = {}
         self._place()
@@ -144,6 +148,8 @@ class Meters:
                     metric.state[name].zero_()
         for stash in self._stash:
             stash.clear()
+        if self._joining is not None:
+            self._joining.reset()
         self.rows = 0
         self._counts = [0] * self.terms
 
@@ -168,9 +174,10 @@ class Meters:
     def add_metrics(self, outputs: Any, batch: Batch) -> None:
         """Update every metric with a batch."""
         self.rows += batch.rows
-        if not self.metrics:
-            return
-        labels = batch.labels
+        if self.metrics and not (self._joining is not None and self._joining.add(outputs, batch.labels)):
+            self._update(outputs, batch.labels)
+
+    def _update(self, outputs: Any, labels: Any) -> None:
         if self.offload:
             outputs, labels = _to_host(outputs), _to_host(labels)
         several = len(self._native) > 1
@@ -252,6 +259,8 @@ class Meters:
         return views
 
     def _settle(self) -> None:
+        if self._joining is not None:
+            self._joining.settle()
         for metric in self._native:
             metric._settle()
 

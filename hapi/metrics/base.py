@@ -77,6 +77,9 @@ class Metric:
         ...         return float(totals["total"] / totals["count"])
     """
 
+    # Whether the states are the same, to the bit, however rows are put together in updates. A subclass says it anew.
+    _counts_rows = False
+
     def __init__(self, name: str | None = None) -> None:
         self._name = name if name is not None else _snake_case(type(self).__name__)
         self.specs: dict[str, StateSpec] = {}

@@ -56,6 +56,8 @@ class Accuracy(Metric):
         {'acc_top1': 0.5, 'acc_top2': 1.0}
     """
 
+    _counts_rows = True
+
     def __init__(
         self,
         topk: int | Iterable[int] = (1,),
