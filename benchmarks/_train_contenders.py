@@ -143,7 +143,7 @@ def evaluation_hapi(task: Task) -> Evaluate:
     model, data = _hapi_model(task), _hapi_data(task)
 
     def evaluate() -> Result:
-        logs = model.evaluate(data, batch_size=task.rows, log_freq=REPORT)
+        logs = model.evaluate(data, batch_size=task.rows, verbose=0)
         return logs["loss"], logs["acc"]
 
     return evaluate

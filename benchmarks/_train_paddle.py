@@ -101,7 +101,7 @@ def main(name: str, workload: str, data: str, channel: str) -> None:
         model, data = prepared(net_of(workload)), open_data(order, "test")
 
         def evaluate() -> Result:
-            logs = model.evaluate(data, batch_size=size.rows, log_freq=REPORT, verbose=2)
+            logs = model.evaluate(data, batch_size=size.rows, verbose=0)
             return float(logs["loss"][0]), float(logs["acc"])
 
         return evaluate

@@ -6,7 +6,8 @@
 
 LeNet on MNIST (random images, if MNIST cannot be found), ResNet-18, a transformer, an MLP; Adam, loss and accuracy, a
 report every 50 steps. ``tiny`` is a net so small, with SGD, that what shows is the cost of the loop. ``start`` is what
-there is to pay before and beside training. Fit and evaluation are timed apart; a turn of evaluation is one whole call.
+there is to pay before and beside training. Fit and evaluation are timed apart; a turn of evaluation is one whole call,
+which prints nothing.
 
 Each contender is written as its users write it (_train_contenders.py, _train_peers.py, _train_paddle.py), in its
 quietest useful form. ``map`` is a Dataset that makes one sample at a time; ``memory`` and ``numpy`` are tensors and

@@ -24,7 +24,7 @@ from hapi.data.sampler import BatchPlan, OrderedBatches, epoch_order, fold
 from hapi.distributed._bootstrap import die_with_parent
 from hapi.errors import add_note
 
-__all__ = ["GatherLoader", "Loader", "MapLoader", "StreamLoader", "is_arrays", "map_tree", "tree_rows"]
+__all__ = ["GatherLoader", "Loader", "MapLoader", "StreamLoader", "is_arrays", "map_tree", "short", "tree_rows"]
 
 
 class Start(NamedTuple):
@@ -58,6 +58,10 @@ class Loader(ABC):
         """Rows over all ranks of global batch ``index`` after ``seen`` rows, known without reading; None if unknown."""
         return None
 
+    def samples_of(self, epoch: int, index: int, seen: int = 0) -> list[int] | None:
+        """This rank's samples in global batch ``index`` after ``seen`` rows of an epoch; None if unknown."""
+        return None
+
     def left(self, start: Start) -> int | None:
         """Global batches left in an epoch; None where unknown."""
         return None if self.batches is None else self.batches - start.batches
@@ -88,6 +92,11 @@ class _PlannedLoader(Loader):
 
     def rows(self, index: int, seen: int = 0) -> int | None:
         return self.plan.after(seen).rows(index)
+
+    def samples_of(self, epoch: int, index: int, seen: int = 0) -> list[int]:
+        first, last = (seen + bound for bound in self.plan.after(seen).local(index))
+        order = self.order(epoch)
+        return list(range(first, last)) if order is None else [int(sample) for sample in order[first:last]]
 
     def left(self, start: Start) -> int | None:
         return self.plan.after(start.rows).batches
@@ -308,7 +317,7 @@ class NamedSamples(Dataset[Any]):
             try:
                 return self.dataset.__getitems__(indices)
             except Exception as exc:
-                add_note(exc, f"while reading samples {_short(indices)} of {self._where()}")
+                add_note(exc, f"while reading samples {short(indices)} of {self._where()}")
                 raise
         samples = []
         dataset = self.dataset
@@ -516,6 +525,7 @@ class _Unsized(Iterable[Any]):
         return iter(self.source)
 
 
-def _short(indices: Sequence[int]) -> str:
+def short(indices: Sequence[int]) -> str:
+    """Sample numbers for messages: the first few, and how many there are."""
     shown = ", ".join(map(str, indices[:8]))
     return f"[{shown}, ... {len(indices)} in all]" if len(indices) > 8 else f"[{shown}]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hapi.errors import add_note
@@ -52,13 +53,16 @@ class Hooks:
         guard: Callable[[Hook, bool], Hook] | None = None,
     ) -> None:
         self.callbacks = tuple(callbacks)
-        here = [c for c in callbacks if rank == 0 or c.all_ranks]
-        self._table = {name: tuple(_overridden(here, base, name)) for name in HOOKS}
+        overridden = [(callback, _overridden(callback, base)) for callback in callbacks]
+        here = [(callback, names) for callback, names in overridden if rank == 0 or callback.all_ranks]
+        self._table: dict[str, tuple[Hook, ...]] = {
+            name: tuple([getattr(callback, name) for callback, names in here if name in names]) for name in HOOKS
+        }
         if guard is not None:
             for name, hooks in self._table.items():
                 self._table[name] = tuple(guard(hook, not _on_all_ranks(hook)) for hook in hooks)
         # The same on every rank, since what it decides (reading the meters) is a collective.
-        self.listens = {name for name in HOOKS if any(True for _ in _overridden(callbacks, base, name))}
+        self.listens = frozenset[str]().union(*[names for _, names in overridden])
         wishes = [c.log_freq for c in callbacks if isinstance(getattr(c, "log_freq", None), int)]
         self.log_freqs = tuple(wish for wish in wishes if wish > 0)
 
@@ -98,6 +102,14 @@ def _on_all_ranks(hook: Hook) -> bool:
     return bool(getattr(getattr(hook, "__self__", None), "all_ranks", False))
 
 
-def _overridden(callbacks: Sequence[Any], base: type, name: str) -> list[Hook]:
-    methods = [getattr(callback, name) for callback in callbacks]
-    return [m for m in methods if getattr(m, "__func__", m) is not getattr(base, name)]
+def _overridden(callback: Any, base: type) -> frozenset[str]:
+    """The hooks that a callback has of its own, or of its class."""
+    kind: Any = type(callback)
+    own = _of_class(kind, base)
+    set_on_it = [name for name in HOOKS if name in getattr(callback, "__dict__", ())]
+    return own.union(set_on_it) if set_on_it else own
+
+
+@lru_cache(maxsize=256)
+def _of_class(kind: Any, base: Any) -> frozenset[str]:
+    return frozenset(name for name in HOOKS if getattr(kind, name) is not getattr(base, name))

@@ -6,20 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
 __all__ = ["Joining"]
 
 _AT_ONCE = 16
-_LARGEST = 1 << 16  # bytes of a batch's outputs: joining larger ones gains nothing
+_LARGEST = 1 << 16  # bytes of a batch's outputs: copying larger ones costs more than it saves
 
 
 class Joining:
     """Collects the outputs and the label of batches on the host, and gives their rows to ``update`` together.
 
-    Only for metrics to which it makes no difference, to the bit, how rows come (``Metric._counts_rows``). Nothing waits
-    that could change meanwhile: for as many batches as can wait, it is watched whether the network and the loader
-    give each batch memory of its own, as they nearly always do, and not the same buffers again.
+    Only for metrics to which it makes no difference, to the bit, how rows come (``Metric._counts_rows``). Rows are
+    copied: a network or a loader may use the same buffers again, and small tensors that stay alive between the large
+    ones of a forward spread these over more memory than the cache holds.
 
     Args:
         update: Takes outputs and labels, as one batch has them.
@@ -27,56 +27,49 @@ class Joining:
 
     def __init__(self, update: Callable[[Any, tuple[Tensor, ...]], None]) -> None:
         self._update = update
-        self.reset()
+        self._form: tuple[Any, ...] | None = None
+        self._outputs = self._labels = torch.empty(0)
+        self._slots: list[tuple[Tensor, Tensor]] = []
+        self._waiting = 0
 
     def reset(self) -> None:
-        """Forget what waits, and watch anew: at the start of a phase."""
-        self._shapes: tuple[Size, Size] | None = None
-        self._reuse = False
-        self._begin()
-
-    def _begin(self) -> None:
-        self._outputs: list[Tensor] = []
-        self._labels: list[Tensor] = []
-        self._addresses: set[int] = set()
-        self._watching = True
+        """Forget what waits: at the start of a phase."""
+        self._waiting = 0
 
     def add(self, outputs: Any, labels: Any) -> bool:
         """Let a batch wait. False: the caller has to count it now."""
-        if self._reuse or type(outputs) is not Tensor or type(labels) is not tuple or len(labels) != 1:
+        if type(outputs) is not Tensor or type(labels) is not tuple or len(labels) != 1:
             return False
         label = labels[0]
-        shapes = outputs.shape, label.shape
-        if shapes != self._shapes:
+        form = outputs.shape, label.shape, outputs.dtype, label.dtype
+        if form != self._form:
+            # Batches of a new form are counted one by one until the form comes again: the last of an epoch does not.
             self.settle()
-            self._begin()
-            fits = len(shapes[0]) == 2 and shapes[0][:1] == shapes[1][:1] and outputs.nbytes <= _LARGEST
-            self._shapes = shapes if fits else None
+            self._form, self._slots = form, []
             return False
-        self._outputs.append(outputs)
-        self._labels.append(label)
-        if self._watching:
-            self._watch(outputs.data_ptr(), label.data_ptr())
+        if not self._slots and not self._make_room(outputs, label):
             return False
-        if len(self._outputs) == _AT_ONCE:
+        of_outputs, of_label = self._slots[self._waiting]
+        of_outputs.copy_(outputs)
+        of_label.copy_(label)
+        self._waiting += 1
+        if self._waiting == _AT_ONCE:
             self.settle()
         return True
 
     def settle(self) -> None:
         """Count what waits."""
-        if self._watching or not self._outputs:
-            return
-        outputs, labels = self._outputs, self._labels
-        self._outputs, self._labels = [], []
-        self._update(torch.cat(outputs), (torch.cat(labels),))
+        count, self._waiting = self._waiting, 0
+        if count:
+            self._update(self._outputs[:count].flatten(0, 1), (self._labels[:count].flatten(0, 1),))
 
-    def _watch(self, *addresses: int) -> None:
-        # What is kept keeps its memory, so the same address means the same buffer.
-        if not self._addresses.isdisjoint(addresses):
-            self._reuse = True
-            self._begin()
-            return
-        self._addresses.update(addresses)
-        if len(self._outputs) == _AT_ONCE:
-            self._begin()
-            self._watching = False
+    def _make_room(self, outputs: Tensor, label: Tensor) -> bool:
+        same_rows = label.ndim > 0 and outputs.ndim == 2 and len(outputs) == len(label)
+        if not same_rows or outputs.nbytes > _LARGEST or outputs.requires_grad:
+            return False
+        # What is made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
+            self._outputs = torch.empty((_AT_ONCE, *outputs.shape), dtype=outputs.dtype)
+            self._labels = torch.empty((_AT_ONCE, *label.shape), dtype=label.dtype)
+            self._slots = list(zip(self._outputs.unbind(), self._labels.unbind(), strict=True))
+        return True

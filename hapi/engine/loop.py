@@ -26,6 +26,7 @@ from hapi.engine.signals import end_by_signal
 from hapi.engine.state import Logs, Request, Run
 from hapi.engine.step import EvalStep, PredictStep, TrainStep, autocast
 from hapi.engine.trials import Trials
+from hapi.engine.where import name_batch
 from hapi.errors import add_note
 
 __all__ = ["Feed", "as_arrays", "enter_training", "evaluate_loop", "evaluating", "fit_loop", "guarded", "predict_loop"]
@@ -122,18 +123,24 @@ def _train_epoch(
             place.now = ("in callbacks before batch", index)
             fire(begin, index, {})
         place.now = ("in step", progress.global_step, "batch", index)
-        if share.batch is not None and share.everyone:
-            micro(share.batch, share.totals, share.last)
-        else:
-            uneven(run, feed, share, step)
-        if unchecked and share.last and share.everyone:
-            run.strategy.check_gradients(run.network)
-            unchecked = False
+        seen = progress.row_in_epoch
+        try:
+            if share.batch is not None and share.everyone:
+                micro(share.batch, share.totals, share.last)
+            else:
+                uneven(run, feed, share, step)
+            if unchecked and share.last and share.everyone:
+                run.strategy.check_gradients(run.network)
+                unchecked = False
+            progress.batch_in_epoch = index + 1
+            progress.row_in_epoch += share.rows
+            progress.samples += share.rows
+            stepped = share.last and update()
+        except Exception as exc:
+            doing = f"in epoch {progress.epoch}, step {progress.global_step}, batch {index} (all counted from 0)"
+            name_batch(exc, doing, run.env, feed.loader, epoch=progress.epoch, index=0, seen=seen)
+            raise
         index += 1
-        progress.batch_in_epoch = index
-        progress.row_in_epoch += share.rows
-        progress.samples += share.rows
-        stepped = share.last and update()
         progress.global_step += stepped
         at_log_point = index == total or _due(index, log_freqs)
         if at_log_point and reads:
@@ -202,9 +209,13 @@ def evaluate_loop(run: Run, feed: Feed, step: EvalStep, hooks: Hooks, num_iters:
                 fire(begin, index - 1, {})
             rows = None if alone else loader.rows(index - 1)
             if raw is not None:
-                batch = split(raw)
-                rows = batch.rows if rows is None else rows
-                outputs, _ = step(batch)
+                try:
+                    batch = split(raw)
+                    rows = batch.rows if rows is None else rows
+                    outputs, _ = step(batch)
+                except Exception as exc:
+                    name_batch(exc, f"while evaluating batch {index - 1}", run.env, loader, epoch=0, index=index - 1)
+                    raise
                 if end:
                     run.evaluated = batch, outputs
             read = reads and index != total and _due(index, log_freqs)
@@ -245,8 +256,12 @@ def predict_loop(
             outputs = None
             rows = 0
             if raw is not None:
-                batch = feed.split(raw)
-                outputs, rows = as_arrays(step(batch)), batch.rows
+                try:
+                    batch = feed.split(raw)
+                    outputs, rows = as_arrays(step(batch)), batch.rows
+                except Exception as exc:
+                    name_batch(exc, f"while predicting batch {index - 1}", run.env, loader, epoch=0, index=index - 1)
+                    raise
             if listens and known and env.world > 1:
                 # A callback wants the whole batch now; otherwise everything is gathered once, at the end.
                 outputs = _joined(all_gather_objects(outputs, group=env.group))

@@ -73,8 +73,8 @@ def test_most_batches_are_counted_together() -> None:
     model = hapi.Model(mlp(), device="cpu").prepare(None, nn.CrossEntropyLoss(), metric)
     model.evaluate(data, ROWS, verbose=0)
     assert sum(metric.updates) == 800
-    # One sets the shape, sixteen are watched, the others come by sixteen.
-    assert metric.updates == [8] * 17 + [128] * 5 + [24]
+    # The first sets the form; the others come by sixteen.
+    assert metric.updates == [8] + [128] * 6 + [24]
 
 
 def test_a_subclass_gets_every_batch() -> None:
