@@ -239,8 +239,9 @@ class Lending:
     @staticmethod
     def of(lying: InMemory, what: str) -> Lending | None:
         """Of plain tensors that are batches as they lie; None of others."""
+        # A tensor that was made in inference mode does not count its changes.
         plain = type(lying.tree) is tuple and all(
-            type(leaf) is Tensor and not leaf.requires_grad for leaf in lying.tree
+            type(leaf) is Tensor and not leaf.requires_grad and not leaf.is_inference() for leaf in lying.tree
         )
         return Lending(lying.tree, what) if plain and lying.finish is None and lying.chosen is None else None
 

@@ -25,7 +25,7 @@ def name_batch(
     """
     samples = loader.samples_of(epoch, index, seen)
     text = doing
-    if samples is not None:
+    if samples:
         text += f", samples {short(samples)}"
     if env.world > 1:
         text += f", on rank {env.rank} of {env.world}"

@@ -62,6 +62,14 @@ def test_evaluation_in_fit_reads_in_place_and_training_does_not() -> None:
     assert lent(net, x) == [False] * 4 + [False, True, True, True] + [False] * 4 + [True] * 4
 
 
+def test_tensors_that_do_not_count_their_changes_are_copied() -> None:
+    with torch.inference_mode():
+        x, y = blobs(64)
+    net = Watched()
+    assert evaluated(net, (x, y)) == evaluated(Watched(), (x.clone(), y.clone()))
+    assert not any(lent(net, x))
+
+
 def test_batches_that_begin_at_odd_places_are_copies() -> None:
     x, y = blobs(30)
     net = Watched()
