@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 import hapi
 from hapi.callbacks import Callback
+from hapi.data.batch import Batch
+from hapi.distributed.environment import detect
+from hapi.engine.meters import Meters, RoutedMetric
 from hapi.metrics import Accuracy
 from tests.helpers.nets import blobs, mlp
 
@@ -151,3 +154,28 @@ def test_outputs_by_name_are_counted_one_by_one() -> None:
         return model.evaluate(blobs(8 * 40), ROWS, verbose=0)
 
     assert found(Accuracy()) == found(Each((1,), "acc"))
+
+
+def meters_of(metric: Accuracy) -> Meters:
+    return Meters(None, [RoutedMetric(metric)], torch.device("cpu"), detect())
+
+
+@pytest.mark.parametrize("batches", [1, 2, 9, 17, 20])
+def test_a_checkpoint_and_a_snapshot_hold_the_rows_that_wait(batches: int) -> None:
+    x, y = blobs(ROWS * 40, features=3)
+    each = [Batch((x[i : i + ROWS],), {}, (y[i : i + ROWS],), None, ROWS) for i in range(0, len(x), ROWS)]
+
+    def add(meters: Meters, some: list[Batch]) -> None:
+        for batch in some:
+            meters.add_metrics(batch.args[0], batch)
+
+    whole, first, second = meters_of(Each()), meters_of(Accuracy()), meters_of(Accuracy())
+    add(whole, each)
+    add(first, each[:batches])
+    second.load_states([first.saved_states()])
+    before = first.snapshot()
+    add(first, each[:30])
+    first.restore(before)
+    for meters in (first, second):
+        add(meters, each[batches:])
+        assert meters.read() == whole.read()
