@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hapi
+from hapi.data import memory, sources
 from hapi.data.sampler import epoch_order
 from tests.helpers.nets import mlp
 from tests.helpers.ranks import RankError, run_ranks
@@ -97,6 +98,18 @@ def test_a_loader_of_the_users_names_the_batch() -> None:
 
 def _train() -> None:
     model().fit(data(), batch_size=4, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "map"])
+def test_batches_that_are_moved_to_an_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The CPU by a longer name stands for it."""
+    for module in (memory, sources):
+        monkeypatch.setattr(module, "accelerated", lambda device: device.index is not None)
+    net = mlp()
+    far = hapi.Model(net, device="cpu:0").prepare(torch.optim.SGD(net.parameters(), 0.1), nn.CrossEntropyLoss())
+    with pytest.raises(IndexError) as caught:
+        far.fit(data() if kind == "arrays" else _Map(*data()), batch_size=4, shuffle=False, verbose=0)
+    assert "batch 6 (all counted from 0), samples [24, 25, 26, 27]" in told(caught.value)
 
 
 def test_on_two_ranks() -> None:

@@ -34,6 +34,9 @@ class DeviceLoader(Loader):
     def rows(self, index: int, seen: int = 0) -> int | None:
         return self.inner.rows(index, seen)
 
+    def samples_of(self, epoch: int, index: int, seen: int = 0) -> list[int] | None:
+        return self.inner.samples_of(epoch, index, seen)
+
     def left(self, start: Start) -> int | None:
         return self.inner.left(start)
 
