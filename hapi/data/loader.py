@@ -96,7 +96,7 @@ class _PlannedLoader(Loader):
     def samples_of(self, epoch: int, index: int, seen: int = 0) -> list[int]:
         first, last = (seen + bound for bound in self.plan.after(seen).local(index))
         order = self.order(epoch)
-        return list(range(first, last)) if order is None else [int(sample) for sample in order[first:last]]
+        return list(range(first, last)) if order is None else order[first:last].tolist()
 
     def left(self, start: Start) -> int | None:
         return self.plan.after(start.rows).batches

@@ -251,7 +251,7 @@ class Lending:
         if self._lends is None:
             done = min(size, rows)
             copies = tuple([_counting_copy(leaf[:done]) for leaf in self.tensors])
-            versions = [copy._version for copy in copies]
+            versions = _versions(copies)
             yield copies
             pairs = zip(copies, self.tensors, strict=True)
             self._lends = _versions(copies) == versions and all(torch.equal(copy, leaf[:done]) for copy, leaf in pairs)

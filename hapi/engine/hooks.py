@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 from hapi.errors import add_note
@@ -103,13 +102,6 @@ def _on_all_ranks(hook: Hook) -> bool:
 
 
 def _overridden(callback: Any, base: type) -> frozenset[str]:
-    """The hooks that a callback has of its own, or of its class."""
-    kind: Any = type(callback)
-    own = _of_class(kind, base)
-    set_on_it = [name for name in HOOKS if name in getattr(callback, "__dict__", ())]
-    return own.union(set_on_it) if set_on_it else own
-
-
-@lru_cache(maxsize=256)
-def _of_class(kind: Any, base: Any) -> frozenset[str]:
-    return frozenset(name for name in HOOKS if getattr(kind, name) is not getattr(base, name))
+    """The hooks that a callback does not have from the base class."""
+    methods = ((name, getattr(callback, name)) for name in HOOKS)
+    return frozenset(name for name, method in methods if getattr(method, "__func__", method) is not getattr(base, name))

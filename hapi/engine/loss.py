@@ -310,8 +310,7 @@ class LossFunction:
                 except Exception as exc:
                     plain.explain(exc, (outputs,), labels, {})
                     raise
-                rows = batch.rows
-                return [(value if type(value) is Tensor and value.ndim == 0 else plain.checked(value, rows), rows)]
+                return [(plain.checked(value, batch.rows), batch.rows)]
         weight = self.weight(batch)
         return [term.mean(outputs, batch.labels, weight, batch.rows) for term in self.terms]
 

@@ -283,14 +283,10 @@ def build_eval_step(
     if compiled is not None:
         compute = compiled.evaluation(compute, loss=True)
     cast = autocast(device, precision)
-    casts = precision.dtype is not None
     add_losses, add_metrics = meters.add_losses, meters.add_metrics
 
     def step(batch: Batch) -> tuple[Any, Parts]:
-        if casts:
-            with cast():
-                outputs, parts = compute(batch)
-        else:
+        with cast():
             outputs, parts = compute(batch)
         add_losses(parts, means=True)
         add_metrics(outputs, batch)

@@ -77,8 +77,6 @@ def class_scores(metric: Metric, output: Tensor, label: Tensor, class_axis: int 
             last.
     """
     shape, found = output.shape, label.shape
-    if len(found) == 1 and len(shape) == 2 and found[0] == shape[0]:
-        return output, label
     if output.ndim == 2 and found[:1] == shape[:1] and label.numel() == shape[0]:
         return output, label if label.ndim == 1 else label.reshape(-1)
     if output.ndim < 2:
