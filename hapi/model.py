@@ -21,9 +21,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hapi import export, resolve
 from hapi.callbacks import Callback, History, ModelCheckpoint
 from hapi.data.batch import Batch, Fields, Signature, Splitter
-from hapi.data.loader import Loader, leaves
+from hapi.data.loader import Loader
 from hapi.data.memory import Resident
 from hapi.data.sources import open_data, split_arrays
+from hapi.data.trees import leaves
 from hapi.data.workers import check_workers
 from hapi.distributed.batchnorm import convert, has_sync_batchnorm
 from hapi.distributed.collectives import broadcast_object

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hapi.data.loader import NOTHING_SEEN, Loader, Start, leaves, map_tree, to_device
+from hapi.data.loader import NOTHING_SEEN, Loader, Start, to_device
 from hapi.data.memory import Rows
+from hapi.data.trees import leaves, map_tree
 
 __all__ = ["DeviceLoader"]
 

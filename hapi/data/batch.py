@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hapi.data.loader import describe
+from hapi.data.trees import describe
 
 __all__ = ["Batch", "Fields", "InputSpec", "Signature", "Splitter"]
 

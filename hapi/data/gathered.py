@@ -21,8 +21,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from hapi.data.loader import leaves, to_device
+from hapi.data.loader import to_device
 from hapi.data.memory import InMemory
+from hapi.data.trees import leaves
 
 __all__ = ["GatheredLoader", "draws_at_the_start", "recognised", "served"]
 

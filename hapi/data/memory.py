@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from hapi.data.loader import describe, leaves, map_tree
+from hapi.data.trees import describe, leaves, map_tree
 
 __all__ = [
     "InMemory",

@@ -12,20 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hapi.data.ahead import DeviceLoader
 from hapi.data.gathered import GatheredLoader, draws_at_the_start, recognised
-from hapi.data.loader import (
-    GatherLoader,
-    Loader,
-    MapLoader,
-    StreamLoader,
-    describe,
-    is_arrays,
-    map_tree,
-    stream_loader,
-    tree_rows,
-)
+from hapi.data.loader import GatherLoader, Loader, MapLoader, StreamLoader, stream_loader
 from hapi.data.memory import Gather, InMemory, Lending, Resident, accelerated, arrays_gather, dataset_gather
 from hapi.data.sampler import BatchPlan
 from hapi.data.shard import shard_dataloader, shard_iterable
+from hapi.data.trees import describe, is_arrays, map_tree, tree_rows
 from hapi.data.workers import choose_workers
 from hapi.distributed.environment import Environment
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hapi.data.batch import Batch
-from hapi.data.loader import describe
+from hapi.data.trees import describe
 from hapi.engine.loss import Count, normalize_outputs
 from hapi.errors import add_note
 

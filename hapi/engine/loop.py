@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hapi.data.loader import Start, map_tree
+from hapi.data.loader import Start
+from hapi.data.trees import map_tree
 from hapi.distributed.collectives import all_gather_objects, all_reduce, barrier, broadcast_object
 from hapi.engine import averaging, checkpoint, rng
 from hapi.engine.hooks import Hooks, fire

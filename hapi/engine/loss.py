@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hapi.data.batch import Batch
-from hapi.data.loader import describe
+from hapi.data.trees import describe
 from hapi.errors import add_note
 
 __all__ = ["LossFunction", "Term"]
